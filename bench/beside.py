@@ -68,8 +68,8 @@ def main() -> None:
     else:
         shares = [share(*pair) for pair in zip(tables["this"], tables["other"], strict=True)]
         lines["share"] = summed_up(shares, median)
-    said = "lowest" if options.lowest else "medians"
-    print(f"CPU us a call, {said} of {options.turns} turns\n")
+    statistic = "lowest" if options.lowest else "medians"
+    print(f"CPU us a call, {statistic} of {options.turns} turns\n")
     print(f"| tree {head}\n|{'---|' * head.count('|')}")
     for row in lines["share"]:
         for name, figures in lines.items():

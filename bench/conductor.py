@@ -66,11 +66,11 @@ def queries(workers: int, blocks: int, shared: bool) -> None:
     ours, theirs = State(), State()
     for worker in range(workers):
         n = blocks if shared else worker * blocks // workers + 1
-        hashes, said = list(range(1, n + 1)), tokens[: n * BLOCK_SIZE]
-        event = ["BlockStored", hashes, None, said, BLOCK_SIZE, None, "GPU"]
+        hashes, content = list(range(1, n + 1)), tokens[: n * BLOCK_SIZE]
+        event = ["BlockStored", hashes, None, content, BLOCK_SIZE, None, "GPU"]
         theirs.add_rank(RankKey(KEY, worker, 0), BLOCK_SIZE).apply(msgpack.packb([0, [event]]))
         source = ours.add_source(KEY, BLOCK_SIZE, f"i-{worker}", "", "", 0, store=False)
-        source.store(0, 0, "GPU", hashes, said, None, 0)
+        source.store(0, 0, "GPU", hashes, content, None, 0)
     routes = indexer.routes(theirs, cast(Registry, None), Peers(), indexer.dumps_bound(1))
     one = {each.path: each.handler for each in routes}
     routes = conductor.routes(ours, cast(Publishers, None))
@@ -183,7 +183,7 @@ def long_batches() -> dict[str, bytes]:
     named = {"event_type": "stored", "seq_hashes": hashes(115_000)}
     one = placed | {"seq_hashes": hashes(blocks), "token_ids": prompt[: blocks * BLOCK_SIZE]}
     by_name = ["BlockStored", hashes(1_600_000), None, [], BLOCK_SIZE, None, "CPU"]
-    told = ["BlockStored", hashes(16 * blocks), None, prompt, BLOCK_SIZE, None, "GPU"]
+    stored = ["BlockStored", hashes(16 * blocks), None, prompt, BLOCK_SIZE, None, "GPU"]
     text = {"event_type": "stored", "seq_hashes": hashes(12_000)}
     batches = {
         "standard, one event without tokens": [0, [named]],
@@ -191,7 +191,7 @@ def long_batches() -> dict[str, bytes]:
         "standard, events of 64 blocks": [0, many],
         "standard, and empty maps": [0, [{"event_type": "cleared"}, *[{}] * 4_000_000]],
         "an engine's, one event without tokens": [0, [by_name]],
-        "an engine's, one event with tokens": [0, [told]],
+        "an engine's, one event with tokens": [0, [stored]],
     }
     packed = {name: msgpack.packb(batch) for name, batch in batches.items()}
     return packed | {"JSON, one event without tokens": compact({"events": [text]})}
@@ -225,10 +225,10 @@ def unknown() -> None:
             engine = part.add_source(f"i-{rank}", "", "", 0, False)
             engine.store(0, 0, "GPU", hashes(64), tokens, None, 0)
         pool = part.add_source("pool", "", "", 0, True)
-        said = hashes(2000)
+        names = hashes(2000)
         start = time.process_time()
-        pool.store_named(0, None, "CPU", said, 0)
-        print(f"| {ranks} | {(time.process_time() - start) / len(said) * 1e6:.1f} |")
+        pool.store_named(0, None, "CPU", names, 0)
+        print(f"| {ranks} | {(time.process_time() - start) / len(names) * 1e6:.1f} |")
 
 
 def main() -> None:

@@ -117,8 +117,8 @@ def main() -> None:
                 figures = [1000 * way(cost, cores, rate * BLOCK_US / 1e6) for cores in CORES]
                 cells = " | ".join(f"{figure:,.1f}" for figure in figures)
                 print(f"| {tokens:,} | {rate:,} | {way.__name__} | {cells} |")
-        said = ", ".join(f"{name} {us:.1f}" for name, us in cost._asdict().items())
-        print(f"  {tokens:,} tokens, us: {said}", file=sys.stderr)
+        parts = ", ".join(f"{name} {us:.1f}" for name, us in cost._asdict().items())
+        print(f"  {tokens:,} tokens, us: {parts}", file=sys.stderr)
 
 
 if __name__ == "__main__":

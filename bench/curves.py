@@ -124,11 +124,11 @@ class Holdings:
         fresh, stale = self._stores(), self._evictions()
         for _ in range(ROUNDS):
             for messages, figures in ((fresh, stores), (stale, evictions)):
-                told = [
+                batches = [
                     (streams[worker].apply, each) for worker, each in islice(messages, MESSAGES)
                 ]
-                if told:
-                    figures.append(once_us(len(told), partial(_apply, told)))
+                if batches:
+                    figures.append(once_us(len(batches), partial(_apply, batches)))
         return min(stores) / EVENT, min(evictions) / EVENT
 
     def _stores(self) -> Iterator[tuple[Worker, bytes]]:
@@ -151,8 +151,8 @@ class Holdings:
                 yield self._home(chain), message(["BlockRemoved", gone, "GPU"])
 
 
-def _apply(told: Sequence[tuple[Callable[[bytes], int], bytes]], number: int) -> None:
-    apply, payload = told[number]
+def _apply(batches: Sequence[tuple[Callable[[bytes], int], bytes]], number: int) -> None:
+    apply, payload = batches[number]
     apply(payload)
 
 
@@ -310,8 +310,8 @@ def measured(curves: Sequence[str], most: int | None) -> dict[str, object]:
         for at in (at for at in all_points if most is None or at <= most):
             figures = apart(measure, at)
             points.setdefault(curve, []).append({"at": at, **figures})
-            said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            print(f"{curve} {at:,}: {said}", flush=True)
+            line = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            print(f"{curve} {at:,}: {line}", flush=True)
     return {
         "commit": commit(Path(__file__).parent),
         "machine": describe(),

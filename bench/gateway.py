@@ -226,7 +226,7 @@ def proxies(peers: Path | None, names: Sequence[str], folder: Path) -> list[Prox
     if shutil.which("nginx"):
         found.append(Proxy("nginx", nginx(folder), "of the PATH"))
     else:
-        say("nginx is left out: it is not installed")
+        log("nginx is left out: it is not installed")
     for package, start, policies in (
         ("smg", ("-m", "smg.launch_router"), ("cache_aware",)),
         ("sglang-router", ("-m", "sglang_router.launch_router"), ("cache_aware",)),
@@ -235,7 +235,7 @@ def proxies(peers: Path | None, names: Sequence[str], folder: Path) -> list[Prox
     ):  # fmt: skip
         python = None if peers is None else peers / package / "bin" / "python"
         if python is None or not python.exists():
-            say(f"{package} is left out: give --peers FOLDER with FOLDER/{package}/bin/python")
+            log(f"{package} is left out: give --peers FOLDER with FOLDER/{package}/bin/python")
             continue
         version = machine.version(str(python), package, HERE).split(" ")[0]
         for policy in policies:
@@ -318,7 +318,7 @@ class Runs:
             direct = Target(",".join(engine.server.address for engine in engines), 0)
             for load in dict.fromkeys(tuple(row.load.items()) for row in rows):
                 wanted = [row for row in rows if tuple(row.load.items()) == load]
-                say(", ".join(row.title for row in wanted))
+                log(", ".join(row.title for row in wanted))
                 # Memory is read in the first round only: it never shrinks.
                 for number in range(self._rounds):
                     base = self._run(direct, dict(load))
@@ -344,7 +344,7 @@ class Runs:
     def shares(self, workloads: Sequence[Workload]) -> None:
         """Measures cached shares of all workloads; for `direct`, one engine serves everything."""
         for workload in workloads:
-            say(f"cached share, {workload.title}")
+            log(f"cached share, {workload.title}")
             cache = {"cache-blocks": workload.cache_blocks, "prefill-us": PREFILL_US}
             with engines_of(
                 self._binary, self._logs, **{**cache, "cache-blocks": AMPLE}
@@ -445,7 +445,7 @@ def _shares(workload: Workload, found: Sequence[Proxy]) -> bool | None:
     return None
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -52,7 +52,7 @@ BUSY = 2_500 * 3_600  # blocks that a busy engine stores and evicts in an hour
 LOOKS = 8  # readings of the memory during churn
 HEAD = "(rank, block) pairs | blocks | bytes a pair: stats | heap | RSS |"
 
-Told = tuple[int, Event]  # an engine and one of its events
+EngineEvent = tuple[int, Event]  # an engine and one of its events
 
 
 class Population:
@@ -112,14 +112,14 @@ class Listener:
 
     def __init__(self, fleet: SimulatedFleet, to: IO[bytes]) -> None:
         self._router = CoreRouter(fleet, parse("kvd").settings(), 1)
-        self._to = to
+        self._output = to
         self.route = self._router.route
         self.prefill_complete = self._router.prefill_complete
         self.finished = self._router.finished
 
     def hear(self, engine: int, event: Event, now: float) -> None:
         self._router.hear(engine, event, now)
-        pickle.dump((engine, event), self._to)
+        pickle.dump((engine, event), self._output)
 
 
 def simulate(trace: Path, laps: int, ranks: int, capacity: int, to: IO[bytes]) -> Iterator[str]:
@@ -146,11 +146,11 @@ def again(requests: Sequence[RecordedRequest], laps: int) -> Iterator[RecordedRe
             )
 
 
-def told(events: IO[bytes]) -> Iterator[Told]:
+def engine_events(events: IO[bytes]) -> Iterator[EngineEvent]:
     events.seek(0)
     while True:
         try:
-            event: Told = pickle.load(events)
+            event: EngineEvent = pickle.load(events)
         except EOFError:
             return
         yield event
@@ -159,11 +159,11 @@ def told(events: IO[bytes]) -> Iterator[Told]:
 def real(events: IO[bytes], ranks: int, *, own_names: bool, looks: int = 1) -> Iterator[str]:
     """Yields the cells of `looks` readings of the memory, the last one at the end."""
     # Python's own memory for the longest event is taken now, so that it does not count.
-    longest = max(told(events), key=lambda told: len(told[1].blocks))
+    longest = max(engine_events(events), key=lambda pair: len(pair[1].blocks))
     Population(ranks).hear(*longest)
     population = Population(ranks, own_names=own_names)
     done, looked, end = 0, 0, os.fstat(events.fileno()).st_size
-    for rank, event in told(events):
+    for rank, event in engine_events(events):
         done += population.hear(rank, event)
         if events.tell() * looks // end > looked:
             looked += 1
@@ -208,7 +208,7 @@ def main() -> None:
     with TemporaryFile() as events:
         title = f"{trace.stem}, {ranks}, {capacity * FINER:,}"
         apart(title, simulate(trace, 1, ranks, capacity, events))
-        lap = sum(FINER * len(event.blocks) for _, event in told(events))
+        lap = sum(FINER * len(event.blocks) for _, event in engine_events(events))
         events.truncate(events.seek(0))
         laps = ceil(options.hours * BUSY * ranks / lap)
         apart(title, simulate(trace, laps, ranks, capacity, events))

@@ -12,9 +12,9 @@ END = b"\xff" * 8  # the number of the answer that ends a replay
 
 
 def address_of(bound: zmq.Socket[bytes]) -> str:
-    said = bound.last_endpoint
-    assert isinstance(said, bytes)
-    return said.decode()
+    endpoint = bound.last_endpoint
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode()
 
 
 class Engines:

@@ -74,17 +74,17 @@ def kvd_command(port: int, engines: Engines, *flags: str) -> list[str]:
 
 
 def back(
-    command: list[str], port: int, log: Path, engines: Engines, *, says_more: bool = True
+    command: list[str], port: int, log: Path, engines: Engines, *, publishes_more: bool = True
 ) -> tuple[float, float]:
     """Returns seconds from exec to the first correct answer, and until all streams are exact."""
-    if says_more:
+    if publishes_more:
         engines.publish_one_more()
         until(lambda: engines.is_done, "published")
     began = time.monotonic()
     with started(command, log):
         until(lambda: is_found(port), "answering")
         found = time.monotonic() - began
-        if not says_more:
+        if not publishes_more:
             before = engines.subscribers
             until(lambda: is_there(port) and engines.subscribers >= before, "there")
             engines.publish_one_more()

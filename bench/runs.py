@@ -60,20 +60,20 @@ class Runs:
 
     def _rounds(self, case: Case, pair: Pair, run: Callable[[Server], Result]) -> None:
         """Runs all rounds of a case on one pair of servers, in the order A, B, A, B..."""
-        say(f"{case.suite.name}: {case.name}")
+        log(f"{case.suite.name}: {case.name}")
         for _ in range(self._plan.rounds):
             for server, results in zip(pair, case.runs, strict=True):
                 results.append(run(server))
 
     def _fresh_rounds(self, case: Case, mode: str, options: dict[str, Option]) -> None:
         """Runs each round on a fresh pair, since the growth of memory can be measured only once."""
-        say(f"{case.suite.name}: {case.name}")
+        log(f"{case.suite.name}: {case.name}")
         for _ in range(self._plan.rounds):
             with running_pair(self._contenders, self._logs) as pair:
                 for server, results in zip(pair, case.runs, strict=True):
                     results.append(self._generator.run(mode, server, **options))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Prints progress to standard error; standard output has the report alone."""
     print(text, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from generator import Option
 from report import Case, Suite
-from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, say
+from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, log
 from sameness import check_reservations_equal, check_selections_equal
 from servers import Pair, running_pair
 
@@ -44,7 +44,7 @@ class SelectSuites(Runs):
 
     def _at(self, workers: int) -> list[Case]:
         """Runs all suites on one filled pair of servers."""
-        say(f"{HASHES.name}: filling both servers, {workers} workers")
+        log(f"{HASHES.name}: filling both servers, {workers} workers")
         data = self._data(workers)
         fill: dict[str, Option] = {"event_blocks": EVENT_BLOCKS, "window": WINDOW}
         cases = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from generator import Option
 from report import Case, Figure, Suite
-from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, say
+from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, log
 from sameness import LoadStats, check_slots_equal
 from servers import Pair, running_pair
 
@@ -72,7 +72,7 @@ class SlotSuites(Runs):
     @contextmanager
     def _admitted_pair(self, suite: Suite, workers: int) -> Iterator[Pair]:
         """Yields both servers with the same live requests; checks answers before and after."""
-        say(f"{suite.name}: admitting {LIVE * workers} requests")
+        log(f"{suite.name}: admitting {LIVE * workers} requests")
         prompts = _prompts(workers, LIVE * workers)
         with running_pair(self._contenders, self._logs) as pair:
             for server in pair:

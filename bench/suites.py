@@ -9,7 +9,7 @@ from functools import partial
 from generator import Hold, Option, Result
 from recovery import dump_under_load, replica
 from report import Case, Figure, Suite
-from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, say
+from runs import BLOCK, CONNECTIONS, CPU, HIT, P50, P99, RPS, Runs, log
 from sameness import check_equal
 from servers import Pair, Server, running_pair
 
@@ -122,7 +122,7 @@ class IndexerSuites(Runs):
 
     @contextmanager
     def _filled_pair(self) -> Iterator[tuple[Pair, list[Hold]]]:
-        say(f"filling both servers with {self._plan.pairs:,} pairs")
+        log(f"filling both servers with {self._plan.pairs:,} pairs")
         with ExitStack() as stack:
             pair = stack.enter_context(running_pair(self._contenders, self._logs))
             data = {**self._prompt_data(), "event_blocks": 64, "window": MEMORY_WINDOW}
@@ -177,7 +177,7 @@ class IndexerSuites(Runs):
 
     def _latency(self, holds: list[Hold], name: str, beside: str) -> Case:
         case = Case(LATENCY, name)
-        say(f"{LATENCY.name}: {case.name}")
+        log(f"{LATENCY.name}: {case.name}")
         for hold in holds:
             hold.ask("fresh 10")  # the first ones find cold caches and sleeping threads
         for _ in range(self._plan.rounds):
@@ -231,12 +231,12 @@ class IndexerSuites(Runs):
         prompt: dict[str, Option] = {"kind": "query", "tokens": 2048, "hit": HIT}
         for _ in range(self._plan.rounds):
             with self._filled_pair() as (pair, _):
-                say(f"{DUMP.name}: dumps")
+                log(f"{DUMP.name}: dumps")
                 data = {**self._prompt_data(), **prompt}
                 load = {**data, "secs": self._plan.seconds, "warm": self._plan.warm}
                 for server, results in zip(pair, dump.runs, strict=True):
                     results.append(dump_under_load(self._generator, server, load))
-                say(f"{DUMP.name}: replicas")
+                log(f"{DUMP.name}: replicas")
                 (body,) = self._generator.bodies(**data, count=1)
                 for case, donors in ((own, pair), (other, pair[::-1])):
                     for one, donor, results in zip(

@@ -85,8 +85,8 @@ def whole(schema: Schema) -> str:
 
 def described(name: str, schema: Schema, *, needed: bool) -> str:
     """Returns one member or parameter with what it may be."""
-    said, shown = schema.get("description"), f"**`{name}`**" if needed else f"`{name}`"
-    return f"{shown} {kind(schema)}" + (f" ({said})" if said else "")
+    description, shown = schema.get("description"), f"**`{name}`**" if needed else f"`{name}`"
+    return f"{shown} {kind(schema)}" + (f" ({description})" if description else "")
 
 
 def members_of(content: Schema) -> Iterator[str]:
@@ -132,18 +132,18 @@ def answers_of(responses: Schema) -> Iterator[str]:
         yield f"{status}{': ' if bodies else ''}{' or '.join(dict.fromkeys(bodies))}"
 
 
-def route_of(said: Schema) -> str:
+def route_of(operation: Schema) -> str:
     """Returns what is said of one route, below its name."""
     parameters = [
         described(each["name"], each["schema"], needed=each.get("required", False))
         + (" (header)" if each["in"] == "header" else "")
-        for each in said.get("parameters", ())
+        for each in operation.get("parameters", ())
     ]
     lines = [f"with {', '.join(parameters)}"] if parameters else []
-    content = said.get("requestBody", {}).get("content", {})
+    content = operation.get("requestBody", {}).get("content", {})
     lines += [f"takes {body}" for body in members_of(content)]
-    lines.append(f"answers {'; '.join(answers_of(said['responses']))}")
-    summary = re.sub(r"\s+", " ", said["summary"]).rstrip(".")
+    lines.append(f"answers {'; '.join(answers_of(operation['responses']))}")
+    summary = re.sub(r"\s+", " ", operation["summary"]).rstrip(".")
     return f"{summary}.\n\n" + "".join(f"- {line}\n" for line in lines)
 
 
@@ -151,10 +151,12 @@ def routes_of(paths: Schema) -> Iterator[str]:
     """Yields the routes of one document; those of which the same is said stand together."""
     together: dict[str, list[str]] = {}
     for path, operations in paths.items():
-        for method, said in operations.items():
-            scope = next((each["bearer"][0] for each in said.get("security", ()) if each), None)
+        for method, operation in operations.items():
+            scope = next(
+                (each["bearer"][0] for each in operation.get("security", ()) if each), None
+            )
             needs = f" ({scope.replace('|', ' or ')})" if scope else ""
-            text = f"{needs}: {route_of(said)}"
+            text = f"{needs}: {route_of(operation)}"
             together.setdefault(text, []).append(f"**`{method.upper()} {path}`**")
     for text, names in together.items():
         yield f"\n{', '.join(names)}{text}"
@@ -170,7 +172,9 @@ def page() -> Iterator[str]:
     of_every = set.intersection(*paths)
     for face, shown in documents.items():
         yield f"\n## {face.replace('-', ' ').capitalize()}\n"
-        own = {path: said for path, said in shown["paths"].items() if path not in of_every}
+        own = {
+            path: operations for path, operations in shown["paths"].items() if path not in of_every
+        }
         yield from routes_of(own)
     yield "\n## Every face\n"
     any_face = next(iter(documents.values()))["paths"]

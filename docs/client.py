@@ -236,9 +236,9 @@ def described(kind: type, level: int) -> Iterator[str]:
 
 def text(of: Any) -> str:
     """Returns a docstring as Markdown."""
-    said = inspect.getdoc(of) or ""
-    assert said, of
-    return said
+    documentation = inspect.getdoc(of) or ""
+    assert documentation, of
+    return documentation
 
 
 def calls_of(face: type) -> Iterator[str]:
@@ -264,8 +264,8 @@ def code(name: str, signature: inspect.Signature, answer: str = "") -> str:
         prefix = "**" if each.kind is each.VAR_KEYWORD else ""
         default = "" if each.default is each.empty else f" = {each.default!r}"
         parts.append(f"{prefix}{each.name}: {shown(str(each.annotation))}{default}")
-    said = f"{name}({', '.join(part.replace(' ', UNBROKEN) for part in parts)})"
-    line = said + (f" -> {answer}" if answer else "")
+    call = f"{name}({', '.join(part.replace(' ', UNBROKEN) for part in parts)})"
+    line = call + (f" -> {answer}" if answer else "")
     wrapped = textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False)
     return "```python\n" + "\n".join(wrapped).replace(UNBROKEN, " ") + "\n```\n"
 
@@ -294,8 +294,8 @@ def arguments(kind: Any) -> Iterator[str]:
 
 def typed(of: Any) -> str:
     """Returns the type of a member that may be left out."""
-    said = of.__forward_arg__ if hasattr(of, "__forward_arg__") else str(of)
-    return said.removesuffix(" | None")
+    name = of.__forward_arg__ if hasattr(of, "__forward_arg__") else str(of)
+    return name.removesuffix(" | None")
 
 
 def answers() -> Iterator[str]:
@@ -309,9 +309,9 @@ def members_of(kind: Any) -> str:
     listed = []
     for each in fields(kind):
         name = each.metadata.get("name", each.name)
-        said = f" ({name} in JSON)" if name != each.name else ""
-        said = " (all others)" if each.metadata == OTHERS else said
-        listed.append(f"`{each.name}: {each.type}`{said}".replace("|", r"\|"))
+        note = f" ({name} in JSON)" if name != each.name else ""
+        note = " (all others)" if each.metadata == OTHERS else note
+        listed.append(f"`{each.name}: {each.type}`{note}".replace("|", r"\|"))
     return f"{' '.join(text(kind).split())}<br>{', '.join(listed)}"
 
 

@@ -106,8 +106,8 @@ def of_module(path: Path) -> Iterator[Bound]:
                 end = node.end_lineno or 0
                 if not PRESCRIBED.fullmatch(name):
                     remark = lines[node.lineno - 1].partition("#")[2].strip()  # numbers have none
-                    said = f"{above} {remark}".strip()
-                    yield Bound(dotted(path), name, value, said or group)
+                    remarks = f"{above} {remark}".strip()
+                    yield Bound(dotted(path), name, value, remarks or group)
 
 
 def number(node: ast.expr) -> int | float | None:
@@ -141,8 +141,8 @@ def of_compiled(path: Path, pattern: re.Pattern[str], mark: str) -> Iterator[Bou
     for lineno, line in enumerate(lines, 1):
         if (match := pattern.fullmatch(line)) is None:
             continue
-        name, said, remark = match.groups()
-        value = evaluated(said, known)
+        name, expression, remark = match.groups()
+        value = evaluated(expression, known)
         if value is None:
             continue
         known[name] = value
@@ -153,9 +153,9 @@ def of_compiled(path: Path, pattern: re.Pattern[str], mark: str) -> Iterator[Bou
             yield Bound(dotted(path), name, value, f"{above} {remark or ''}".strip() or group)
 
 
-def evaluated(said: str, known: dict[str, int | float]) -> int | float | None:
+def evaluated(expression: str, known: dict[str, int | float]) -> int | float | None:
     """Returns the value of a constant expression of numbers and of names that came before."""
-    plain = re.sub(r"\b\w+\{(\d+)\}", r"\1", said).replace("'", "")
+    plain = re.sub(r"\b\w+\{(\d+)\}", r"\1", expression).replace("'", "")
     plain = re.sub(r"\b(\d[\d.e+]*|0x[0-9a-f]+)(?:u|ull|ul)\b", r"\1", plain)
     try:
         value = eval(plain, {"__builtins__": {}}, dict(known))

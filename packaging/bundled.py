@@ -29,9 +29,9 @@ LICENCE_FIELDS = "License-Expression", "License"
 
 def licence(distribution: Distribution) -> str:
     every = map(distribution.metadata.get_all, LICENCE_FIELDS)
-    said: str | None = next((found[0] for found in every if found), None)
-    if said and "\n" not in said:
-        return said
+    declared: str | None = next((found[0] for found in every if found), None)
+    if declared and "\n" not in declared:
+        return declared
     classifiers = distribution.metadata.get_all("Classifier") or []
     found = [each.rpartition(" :: ")[2] for each in classifiers if each.startswith("License ::")]
     return ", ".join(found) or "see its files"
@@ -54,8 +54,8 @@ def described(info: Path) -> list[str]:
     if left := unknown(name, info):
         sys.exit(f"{name} has what packaging/bundled.py does not know: {', '.join(left)}")
     lines = [f"{name} {distribution.version}: {licence(distribution)}"]
-    for each, said, text in INSIDE.get(name, ()):
-        lines.append(f"    {each}: {said}, {info.name}/licenses/{text}")
+    for each, terms, text in INSIDE.get(name, ()):
+        lines.append(f"    {each}: {terms}, {info.name}/licenses/{text}")
     if name == "kvd":
         lines.append("    xxHash: BSD-2-Clause, the file copyright")
     return lines

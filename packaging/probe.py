@@ -43,9 +43,9 @@ def step(function: Callable[[Path], str]) -> Callable[[Path], str]:
 def run(*command: str, fails: bool = False) -> str:
     """Returns what a command prints; asserts that it succeeds, or that it `fails`."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = ended.stdout + ended.stderr
-    assert (ended.returncode != 0) == fails, f"{' '.join(command)}: {ended.returncode}\n{said}"
-    return said
+    output = ended.stdout + ended.stderr
+    assert (ended.returncode != 0) == fails, f"{' '.join(command)}: {ended.returncode}\n{output}"
+    return output
 
 
 def shown(name: str, unit: str = "kvd.service") -> str:
@@ -69,7 +69,7 @@ def ask(
         connection.close()
 
 
-def said(port: int, method: str, path: str, body: Any = None) -> Any:
+def answer_of(port: int, method: str, path: str, body: Any = None) -> Any:
     status, text = ask(port, method, path, body)
     assert 200 <= status < 300, f"{method} {path}: {status} {text}"
     return json.loads(text)
@@ -121,8 +121,8 @@ def refused() -> str:
 def last_reload(fails: bool) -> str:
     before = len(journal())
     run("systemctl", "reload", "kvd", fails=fails)
-    said = "nothing has changed: " if fails else "reloaded: "
-    until(lambda: said in journal()[before:], "in the journal")
+    beginning = "nothing has changed: " if fails else "reloaded: "
+    until(lambda: beginning in journal()[before:], "in the journal")
     return journal()[before:]
 
 
@@ -230,7 +230,7 @@ def query_every_face(folder: Path) -> str:
             "model_name": "m",
             "block_size": 4,
         }
-        said(indexer, "POST", "/register", body)
+        answer_of(indexer, "POST", "/register", body)
         publisher = {
             "instance_id": "engine",
             "type": "vLLM",
@@ -239,7 +239,7 @@ def query_every_face(folder: Path) -> str:
             "block_size": 4,
             "dp_rank": 0,
         }
-        said(conductor, "POST", "/register", publisher)
+        answer_of(conductor, "POST", "/register", publisher)
         tokens = list(range(16))
         event = ["BlockStored", [11, 12, 13, 14], None, tokens, 4, None]
         batch = msgpack.packb([0.0, [event], 0])
@@ -247,15 +247,15 @@ def query_every_face(folder: Path) -> str:
 
         def found() -> bool:
             engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), batch])
-            answer = said(indexer, "POST", "/query", {"model_name": "m", "token_ids": tokens})
+            answer = answer_of(indexer, "POST", "/query", {"model_name": "m", "token_ids": tokens})
             asked = {"model": "k", "block_size": 4, "token_ids": tokens}
-            rows = said(conductor, "POST", "/query", asked).get("default", {})
+            rows = answer_of(conductor, "POST", "/query", asked).get("default", {})
             (row,) = rows.values() or ({"GPU": 0},)
             return answer["scores"].get("7") == {"0": 16} and row["GPU"] == 16
 
         seen = until(found, "seen by the indexer and the conductor")
     body = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}
-    said(tracker, "POST", "/register", body)
+    answer_of(tracker, "POST", "/register", body)
     body = {
         "model_name": "m",
         "request_id": "r",
@@ -264,8 +264,8 @@ def query_every_face(folder: Path) -> str:
         "sequence_hashes": [1, 2, 3],
         "new_isl_tokens": 12,
     }
-    said(tracker, "POST", "/add", body)
-    (row,) = said(tracker, "GET", "/loads")
+    answer_of(tracker, "POST", "/add", body)
+    (row,) = answer_of(tracker, "GET", "/loads")
     assert "3" in json.dumps(row), row
     body = {
         "worker_id": 7,
@@ -276,9 +276,9 @@ def query_every_face(folder: Path) -> str:
         "max_num_batched_tokens": 8192,
         "total_kv_blocks": 1000,
     }
-    said(selection, "POST", "/workers", body)
+    answer_of(selection, "POST", "/workers", body)
     body = {"model_name": "n", "token_ids": tokens}
-    assert said(selection, "POST", "/select", body)["worker_id"] == 7
+    assert answer_of(selection, "POST", "/select", body)["worker_id"] == 7
     for port in PORTS.values():
         assert samples(port)
     return f"an engine's blocks after {seen:.2f} s"
@@ -365,7 +365,7 @@ def fleet(folder: Path) -> str:
         new.rename(path)
 
     def listed() -> list[int]:
-        workers = said(8090, "GET", "/workers")
+        workers = answer_of(8090, "GET", "/workers")
         return sorted(each["instance_id"] for each in workers if each["model_name"] == "fleet")
 
     write(1)
@@ -527,23 +527,23 @@ def everything_that_opens(folder: Path) -> str:
                     publish(12, 5, 6, 7, 8)
                     return found(8090, 5, 6, 7, 8)
 
-                def told(port: int, other: int, before: float) -> bool:
+                def added(port: int, other: int, before: float) -> bool:
                     add(port)
                     return blocks(other) > before
 
                 until(heard_again, "heard")
-                until(lambda: told(8091, 9091, 0), "told to the replica")
+                until(lambda: added(8091, 9091, 0), "told to the replica")
                 own = blocks(8091)
-                until(lambda: told(9091, 8091, own), "told by the replica")
+                until(lambda: added(9091, 8091, own), "told by the replica")
             finally:
                 second.terminate()
         assert second.returncode == 0
     sock = Path("/run/kvd/indexer")
     assert (sock.stat().st_mode & 0o777, sock.group()) == (0o660, "kvd")
     connect = f"import socket; socket.socket(socket.AF_UNIX).connect('{sock}')"
-    stranger = ["setpriv", "--reuid=nobody", "--regid=nogroup"]
-    run(*stranger, "--groups=kvd", "python3", "-c", connect)
-    run(*stranger, "--clear-groups", "python3", "-c", connect, fails=True)
+    other_user = ["setpriv", "--reuid=nobody", "--regid=nogroup"]
+    run(*other_user, "--groups=kvd", "python3", "-c", connect)
+    run(*other_user, "--clear-groups", "python3", "-c", connect, fails=True)
     trusting = ssl.create_default_context(cafile=str(folder / "cert.pem"))
     with (
         socket.create_connection(("127.0.0.1", 9443)) as tcp,
@@ -660,16 +660,16 @@ def upgrade_under_load(folder: Path) -> str:
     pid = shown("MainPID")
     tracker = PORTS["slot_tracker"]
     place = {"model_name": "kept", "worker_id": 7}
-    said(tracker, "POST", "/register", place | {"block_size": 4, "dp_start": 0, "dp_size": 1})
+    answer_of(tracker, "POST", "/register", place | {"block_size": 4, "dp_start": 0, "dp_size": 1})
     prompt = {"dp_rank": 0, "sequence_hashes": [1, 2, 3], "new_isl_tokens": 12}
-    said(tracker, "POST", "/add", place | prompt | {"request_id": "r"})
-    loads = said(tracker, "GET", "/loads?model_name=kept")
+    answer_of(tracker, "POST", "/add", place | prompt | {"request_id": "r"})
+    loads = answer_of(tracker, "GET", "/loads?model_name=kept")
     with load() as asking:
         asking.more()
         run("dpkg", "-i", "--force-confold", str(folder / "second.deb"))
         asking.more()
-    assert said(tracker, "GET", "/loads?model_name=kept") == loads != []
-    said(tracker, "POST", "/free", {"model_name": "kept", "request_id": "r"})
+    assert answer_of(tracker, "GET", "/loads?model_name=kept") == loads != []
+    answer_of(tracker, "POST", "/free", {"model_name": "kept", "request_id": "r"})
     assert "ok" in run("kvd", "state", "verify", "/var/lib/kvd")
     assert shown("MainPID") != pid and shown("ActiveState") == "active"
     assert CONFIG.read_text().endswith("# edited\n")

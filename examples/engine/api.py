@@ -68,7 +68,7 @@ class _Completions(Form):
     prefix: ClassVar[str]
 
     def whole(self, text: str, used: Usage) -> Members:
-        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **self._said(text)}
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **self._whole_text(text)}
         return self._members(self.whole_kind, choice) | {"usage": _usage(used)}
 
     def opening(self, used: Usage) -> Iterator[bytes]:
@@ -87,11 +87,11 @@ class _Completions(Form):
 
     def _members(self, kind: str, *choices: Members) -> Members:
         name = f"{self.prefix}-{self.request_id}"
-        said: Members = {"id": name, "object": kind, "created": 0, "model": self.model}
-        return {**said, "choices": list(choices)}
+        members: Members = {"id": name, "object": kind, "created": 0, "model": self.model}
+        return {**members, "choices": list(choices)}
 
     @abstractmethod
-    def _said(self, text: str) -> Members: ...
+    def _whole_text(self, text: str) -> Members: ...
 
     @abstractmethod
     def _added(self, word: str, first: bool) -> Members: ...
@@ -105,7 +105,7 @@ class Chat(_Completions):
     prefix = "chatcmpl"
     limits = ("max_completion_tokens", "max_tokens")
 
-    def _said(self, text: str) -> Members:
+    def _whole_text(self, text: str) -> Members:
         return {"message": {"role": "assistant", "content": text}}
 
     def _added(self, word: str, first: bool) -> Members:
@@ -118,7 +118,7 @@ class Completion(_Completions):
     kind = whole_kind = "text_completion"
     prefix = "cmpl"
 
-    def _said(self, text: str) -> Members:
+    def _whole_text(self, text: str) -> Members:
         return {"text": text}
 
     def _added(self, word: str, first: bool) -> Members:
@@ -199,12 +199,12 @@ class Responses(Form):
 
     def piece(self, word: str, *, first: bool) -> bytes:
         number = 3 if first else 4  # clients do not count them
-        said = {**self._place(), "delta": word, "logprobs": []}
-        return _named("response.output_text.delta", sequence_number=number, **said)
+        members = {**self._place(), "delta": word, "logprobs": []}
+        return _named("response.output_text.delta", sequence_number=number, **members)
 
     def closing(self, text: str, used: Usage, *, with_usage: bool) -> Iterator[bytes]:
-        said = {**self._place(), "text": text, "logprobs": []}
-        yield _named("response.output_text.done", sequence_number=5, **said)
+        members = {**self._place(), "text": text, "logprobs": []}
+        yield _named("response.output_text.done", sequence_number=5, **members)
         part = {**self._place(), "part": _text_part(text)}
         yield _named("response.content_part.done", sequence_number=6, **part)
         item = {"output_index": 0, "item": self._item(text)}

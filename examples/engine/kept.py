@@ -19,8 +19,8 @@ class KeptResponses:
         previous = members.get("previous_response_id")
         if previous is not None and previous not in self._kept:
             return None
-        said = members.get("input") or []
-        turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        question = members.get("input") or []
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
         return [*(self._kept[previous][1] if previous is not None else []), *turns]
 
     def keep(self, response: dict[str, Any], conversation: list[Any]) -> None:

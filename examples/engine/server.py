@@ -209,8 +209,8 @@ class EngineServer:
         return 200, {"input_tokens": len(prompt_of(json.loads(request.body)))}
 
     def _embed(self, request: Request) -> tuple[int, Any]:
-        said = json.loads(request.body).get("input")
-        each = said if isinstance(said, list) else [said]
+        texts = json.loads(request.body).get("input")
+        each = texts if isinstance(texts, list) else [texts]
         rows = [
             {"object": "embedding", "index": at, "embedding": [float(len(str(text))), 1.0]}
             for at, text in enumerate(each)
@@ -277,11 +277,11 @@ class EngineServer:
             text = f"The model `{model}` does not exist."
             return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
         if form is api.Responses:
-            said = self._responses.conversation(members)
-            if said is None:
+            conversation = self._responses.conversation(members)
+            if conversation is None:
                 text = f"Response with id '{members['previous_response_id']}' not found."
                 return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
-            members["input"] = said
+            members["input"] = conversation
         ids = prompt_of(members)
         if len(ids) >= self.options.max_model_len:
             text = f"the prompt is longer than the context of {self.options.max_model_len} tokens"
@@ -417,8 +417,8 @@ class Answer:
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
         if self._fault is Fault.ERROR_EVENT:
-            told = api.event(api.error(503, "the queue is full", "Service Unavailable"))
-            return await self._end(head + self._framed(told + api.DONE))
+            failure = api.event(api.error(503, "the queue is full", "Service Unavailable"))
+            return await self._end(head + self._framed(failure + api.DONE))
         form, used = self._form, self._used
         await self._send(head + b"".join(map(self._framed, form.opening(used))))
         for at, word in enumerate(self._words):
@@ -430,8 +430,8 @@ class Answer:
             await self._send(data)
             if step_s:
                 await trio.sleep(step_s)
-        for told in form.closing("".join(self._words), used, with_usage=with_usage):
-            await self._send(self._framed(told))
+        for failure in form.closing("".join(self._words), used, with_usage=with_usage):
+            await self._send(self._framed(failure))
         if form.ends:
             await self._send(self._framed(form.ends))
         if self._fault is Fault.AFTER_DONE:
@@ -519,8 +519,8 @@ def prompt_of(members: dict[str, Any]) -> list[int]:
         before = [{"role": "system", "content": system}] if system else []
         return ids_of_messages([*before, *members["messages"]])
     if "input" in members:  # of responses: a text or messages
-        said = members["input"]
-        turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        question = members["input"]
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
         system = members.get("instructions")
         return ids_of_messages([{"role": "system", "content": system}, *turns] if system else turns)
     prompt = members.get("prompt", "")

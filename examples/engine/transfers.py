@@ -128,7 +128,7 @@ async def enter_room(members: dict[str, Any]) -> None:
     await ask(*place, "/room", {"room": members["bootstrap_room"]})
 
 
-class _Said:
+class _Response:
     def __init__(self) -> None:
         self.whole = False
 
@@ -140,12 +140,12 @@ async def ask(host: str, port: int, path: str, members: dict[str, Any]) -> None:
     """Posts something to another engine; raises TransferFailed unless it answers 200."""
     body = json.dumps(members).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
-    said = _Said()
-    parser = httptools.HttpResponseParser(said)
+    response = _Response()
+    parser = httptools.HttpResponseParser(response)
     try:
         async with await trio.open_tcp_stream(host, port) as stream:
             await stream.send_all(head.encode() + body)
-            while not said.whole:
+            while not response.whole:
                 data = await stream.receive_some()
                 if not data:
                     raise TransferFailed("the other engine has gone")

@@ -19,7 +19,7 @@ PATIENCE_MS = 20_000
 LOOK_EVERY_MS = 100  # the page itself asks every two seconds
 
 # Makes the page ask for a picture, as when its tab is shown again; true once an element has a text.
-SAYS = """([place, text]) => {
+SHOWS_TEXT = """([place, text]) => {
     document.dispatchEvent(new Event("visibilitychange"));
     return document.querySelector(place).textContent.includes(text);
 }"""
@@ -32,16 +32,16 @@ class Window:
         context = browser.new_context(**look)
         context.set_default_timeout(PATIENCE_MS)
         self.close = context.close
-        self.said: list[str] = []
+        self.console: list[str] = []
         self.page = context.new_page()
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("console", lambda message: self.console.append(message.text))
+        self.page.on("pageerror", lambda error: self.console.append(str(error)))
         self.page.goto(url)
 
     def until(self, place: str, text: str) -> None:
         """Waits until an element has a text."""
         try:
-            self.page.wait_for_function(SAYS, arg=[place, text], polling=LOOK_EVERY_MS)
+            self.page.wait_for_function(SHOWS_TEXT, arg=[place, text], polling=LOOK_EVERY_MS)
         except Exception:
             pytest.fail(f"{place} says {self.page.text_content(place)!r}, not {text!r}")
 
@@ -87,4 +87,4 @@ def open_window(browser: Any) -> Iterator[OpenWindow]:
     for window, _ in opened:
         window.close()
     for window, expected in opened:
-        assert not [line for line in window.said if not re.match(expected, line)]
+        assert not [line for line in window.console if not re.match(expected, line)]

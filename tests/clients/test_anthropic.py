@@ -37,8 +37,8 @@ async def test_a_stream(gateway: Gateway) -> None:
         with plain(gateway).messages.stream(**ASKED) as stream:
             return "".join(stream.text_stream), stream.get_final_message()
 
-    said, message = await trio.to_thread.run_sync(ask)
-    assert said == WORDS
+    streamed, message = await trio.to_thread.run_sync(ask)
+    assert streamed == WORDS
     assert message.stop_reason == "max_tokens"
 
 

@@ -108,7 +108,7 @@ async def test_messages_are_followed_by_their_text(gateway: Gateway) -> None:
         create = of_anthropic(gateway).messages.with_raw_response.create
         mark = {"cache_control": {"type": "ephemeral"}}
         for number in range(CONVERSATIONS):
-            said: list[Any] = []
+            history: list[Any] = []
             places, decisions = set(), []
             for turn in range(TURNS):
                 bill = f"x-anthropic-billing-header: {number}.{turn}"
@@ -120,13 +120,13 @@ async def test_messages_are_followed_by_their_text(gateway: Gateway) -> None:
                         {"type": "text", "text": bill},
                         {"type": "text", "text": "Be brief."} | mark,
                     ],
-                    messages=[*said, {"role": "user", "content": [text | mark]}],
+                    messages=[*history, {"role": "user", "content": [text | mark]}],
                 )
                 places.add(raw.headers["x-kvd-endpoint"])
                 decisions.append(raw.headers["x-kvd-decision"])
                 answer = raw.parse().content[0].text
-                said.append({"role": "user", "content": [text]})
-                said.append({"role": "assistant", "content": answer})
+                history.append({"role": "user", "content": [text]})
+                history.append({"role": "assistant", "content": answer})
             assert len(places) == 1
             assert decisions == ["load", "session", "session"]
 
@@ -137,10 +137,10 @@ async def test_messages_are_followed_by_their_text(gateway: Gateway) -> None:
 
 async def test_tokens_of_messages_are_counted(gateway: Gateway) -> None:
     messages = of_anthropic(gateway).messages
-    said = [{"role": "user", "content": "hello"}]
+    history = [{"role": "user", "content": "hello"}]
 
     def count() -> Any:
-        return messages.count_tokens(model="demo", messages=said)
+        return messages.count_tokens(model="demo", messages=history)
 
     assert (await trio.to_thread.run_sync(count)).input_tokens > 0
 

@@ -63,8 +63,8 @@ async def test_a_stream(gateway: Gateway) -> None:
         )
 
     chunks = await trio.to_thread.run_sync(ask)
-    said = [each.choices[0].delta.content or "" for each in chunks if each.choices]
-    assert "".join(said) == WORDS
+    words = [each.choices[0].delta.content or "" for each in chunks if each.choices]
+    assert "".join(words) == WORDS
     assert chunks[-1].usage.completion_tokens == 4
 
 
@@ -139,11 +139,11 @@ async def test_a_stream_that_is_cut_raises(gateway: Gateway, fault: Fault) -> No
         stream = client.chat.completions.create(
             model="demo", messages=MESSAGES, max_tokens=4, stream=True
         )
-        said = ""
+        text = ""
         with pytest.raises(raised, match=why or None):
             for chunk in stream:
-                said += chunk.choices[0].delta.content or ""
-        return said
+                text += chunk.choices[0].delta.content or ""
+        return text
 
     assert await trio.to_thread.run_sync(ask) == " word0"
 
@@ -202,9 +202,9 @@ async def test_langchain(gateway: Gateway) -> None:
 
     async def streamed() -> str:
         made = chat()
-        said = "".join([str(piece.content) async for piece in made.astream("hello")])
+        text = "".join([str(piece.content) async for piece in made.astream("hello")])
         await made.root_async_client.close()
-        return said
+        return text
 
     answer = await trio.to_thread.run_sync(lambda: chat().invoke("hello"))
     assert answer.content == WORDS

@@ -54,10 +54,10 @@ class Sessions(Service):
     def free(self, reservation_id: str) -> None:
         self.selections.reservations.free(reservation_id)
 
-    def said(self) -> list[tuple[str, int, int | None]]:
-        said = [(each.session_id, each.worker_id, each.dp_rank) for each in self.bound]
+    def take_bindings(self) -> list[tuple[str, int, int | None]]:
+        bindings = [(each.session_id, each.worker_id, each.dp_rank) for each in self.bound]
         self.bound.clear()
-        return said
+        return bindings
 
     def others(self, place: Place) -> list[Place]:
         ranks = [(row.worker_id, row.dp_rank) for row in self.candidates().pool.candidates]
@@ -79,7 +79,7 @@ async def test_a_booking_binds_and_all_follow() -> None:
         assert service.follow() == place
     assert service.book(blocks=20) == place
     assert service.follow(None) != place  # without the session: `place` is the busiest rank
-    assert service.said() == [("s", *place)] * 2
+    assert service.take_bindings() == [("s", *place)] * 2
     service.check()
 
 
@@ -99,7 +99,7 @@ async def test_a_session_leaves_a_rank_with_more_requests_than_the_bound() -> No
 async def test_a_selection_binds_nothing() -> None:
     service = await ready()
     assert len({service.follow() for _ in range(40)}) > 1
-    assert service.said() == [] and len(service.affinity.sessions) == 0
+    assert service.take_bindings() == [] and len(service.affinity.sessions) == 0
 
 
 async def test_sessions_are_of_a_model_and_tenant() -> None:
@@ -120,7 +120,7 @@ async def test_the_time_begins_when_the_last_booking_ends(by: str) -> None:
     service.now += EXPIRY_S / 2
     assert service.book(blocks=20, reservation_id="b") == place
     service.free("a")
-    service.said()
+    service.take_bindings()
     service.now += EXPIRY_S / 2 - 1
     service.expire()
     assert service.follow() == place
@@ -132,7 +132,7 @@ async def test_the_time_begins_when_the_last_booking_ends(by: str) -> None:
     else:
         event = Event(M, BLOCK_SIZE, "b", *place, Step.FREE)
         assert service.selections.reservations.apply(event, service.now) is Outcome.APPLIED
-    assert service.said() == [("s", *place)]
+    assert service.take_bindings() == [("s", *place)]
     service.now += TTL_S - 1
     assert service.follow() == place
     service.now += 1
@@ -154,7 +154,7 @@ async def test_who_says_where_is_heard_first() -> None:
     allowed = Constraints(allowed=frozenset([other[0]]))
     assert service.follow(constraints=allowed)[0] == other[0]
     assert service.book(constraints=allowed)[0] == other[0]
-    assert service.said() == [("s", *place)]
+    assert service.take_bindings() == [("s", *place)]
     for _ in range(9):
         assert service.follow() == place  # none of these bookings has moved it
     service.check()
@@ -246,9 +246,11 @@ async def test_a_replica_is_believed_until_its_time_is_up() -> None:
     assert len({service.follow() for _ in range(40)}) > 1
     assert service.affinity.apply(bound_to(3, None)) is Outcome.APPLIED
     assert {service.follow() for _ in range(40)} == {(3, 0), (3, 1)}
-    assert service.said() == []
+    assert service.take_bindings() == []
     place = service.book()
-    assert place[0] == 3 and service.said() == [("s", 3, None)]  # bound to a worker, as before
+    assert place[0] == 3 and service.take_bindings() == [
+        ("s", 3, None)
+    ]  # bound to a worker, as before
 
 
 async def test_what_replicas_say_of_others_is_dropped() -> None:

@@ -76,9 +76,9 @@ def report(
     if scenario.spawns and target.spawn_command is None:
         outcome, detail = "skipped", "needs --spawn-command"
     else:
-        say = print if arguments.verbose else lambda line: None
+        log = print if arguments.verbose else lambda line: None
         try:
-            play(scenario, target, client, say)
+            play(scenario, target, client, log)
         except Failure as failure:
             known = arguments.peer and scenario.peer_differs
             outcome, detail = ("different as known" if known else "failed"), str(failure)

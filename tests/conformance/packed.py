@@ -39,7 +39,7 @@ class PackedDialect:
     """Translates requests to msgpack and answers to JSON; `said` counts the requests."""
 
     def __init__(self) -> None:
-        self.said = 0
+        self.packed = 0
 
     def request(self, http: Json) -> bytes | None:
         """Returns a request's body in msgpack, None if that dialect cannot express it."""
@@ -70,7 +70,7 @@ class PackedDialect:
             packed: bytes = msgpack.packb(members)
         except (OverflowError, ValueError):
             return None
-        self.said += 1
+        self.packed += 1
         return packed
 
     def answer(self, http: Json, response: httpx.Response) -> httpx.Response:

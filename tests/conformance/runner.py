@@ -50,10 +50,10 @@ def play(
     scenario: Scenario,
     target: Target,
     client: Client,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Plays one scenario and undoes what it did; raises Failure."""
-    stage = Stage(target, client, say)
+    stage = Stage(target, client, log)
     try:
         for number, step in enumerate(scenario.steps, 1):
             try:

@@ -46,11 +46,11 @@ class Stage:
     """Plays the steps of one scenario; `close` puts everything back."""
 
     def __init__(
-        self, target: Target, client: Client, say: Callable[[str], None] = lambda line: None
+        self, target: Target, client: Client, log: Callable[[str], None] = lambda line: None
     ) -> None:
         self._target = target
         self._client = client
-        self._say = say
+        self._log = log
         self._names = Names(target.base_url, target.rename)
         self._registered: list[dict[str, Any]] = []
 
@@ -87,7 +87,7 @@ class Stage:
         response = self._client.request(
             method, url, headers=headers, content=content, timeout=HTTP_TIMEOUT_S
         )
-        self._say(f"{method} {path} {show(http.get('json'))} -> {response.status_code}")
+        self._log(f"{method} {path} {show(http.get('json'))} -> {response.status_code}")
         if self._target.untrue and (wrong := self._target.untrue(response)):
             raise Failure(f"{method} {path}, by the document: {wrong}")
         if self._target.packed and packed is not None:
@@ -140,7 +140,7 @@ class Stage:
         if "wait_subscribed" in step:
             engine.wait_subscribed(step["wait_subscribed"], within_s)
         if "publish" in step:
-            self._say(f"engine {name}: {show(step['publish'])}")
+            self._log(f"engine {name}: {show(step['publish'])}")
             engine.publish(self._names.fill(step["publish"]))
         if "replay_mode" in step:
             engine.mode = step["replay_mode"]

@@ -124,7 +124,7 @@ class ConductorModel:
         """Returns the sequence hash of a parent that is not a known name, None if it is unknown."""
         if next_hash(parent, local, self.seed) == hash:
             return parent
-        said: set[int] = set()
+        sequences: set[int] = set()
         for holder in sorted(
             self.holders, key=lambda each: (each is not asks, each.instance != asks.instance)
         ):
@@ -132,8 +132,8 @@ class ConductorModel:
                 if (aside.space, aside.hash) == (space, parent) and aside.sequence is not None:
                     if holder.instance == asks.instance:
                         return aside.sequence
-                    said.add(aside.sequence)
-        return said.pop() if len(said) == 1 else None
+                    sequences.add(aside.sequence)
+        return sequences.pop() if len(sequences) == 1 else None
 
     # ---- events
 

@@ -230,8 +230,8 @@ def shared(members: dict[str, Any]) -> dict[str, object]:
 def removed(members: dict[str, Any]) -> dict[str, object]:
     names = hashes(members)
     left = members.get("remaining_copy_counts")
-    told = is_list(left) and len(left) == len(names) and all(map(is_u32, left))
-    remaining = {"remaining": left if told else None}
+    is_valid = is_list(left) and len(left) == len(names) and all(map(is_u32, left))
+    remaining = {"remaining": left if is_valid else None}
     return {"type": "removed", "hashes": names} | shared(members) | remaining
 
 

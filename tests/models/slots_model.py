@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvd.wire.lifecycle import Lifecycle, Outcome, Step
 from tests.models.ledger_model import ADDED, ModelLedger
 
-Told = list[tuple[Step, str, int, int, list[int], int]]
+Published = list[tuple[Step, str, int, int, list[int], int]]
 Row = tuple[str, str, int, int, int, int]  # model, tenant, worker, rank, tokens, blocks
 
 
@@ -37,18 +37,18 @@ class ModelSlots:
             tracker.ledger.add_rank((worker, rank))
         return True
 
-    def unregister(self, key: tuple[str, str], worker: int) -> Told | None:
+    def unregister(self, key: tuple[str, str], worker: int) -> Published | None:
         """Returns the events for replicas; None if there is no such worker."""
         tracker = self.trackers.get(key)
         if tracker is None or worker not in tracker.workers:
             return None
-        told: Told = []
+        published: Published = []
         for rank in range(tracker.workers.pop(worker)):
             for name in tracker.ledger.remove_rank((worker, rank)):
-                told.append((Step.FREE, name, worker, rank, [], 0))
+                published.append((Step.FREE, name, worker, rank, [], 0))
         if not tracker.workers:
             del self.trackers[key]
-        return told
+        return published
 
     def add(
         self,
@@ -59,7 +59,7 @@ class ModelSlots:
         tokens: int,
         now: float,
         retry_key: str | None,
-    ) -> Told | None:
+    ) -> Published | None:
         tracker = self.trackers.get(key)
         if tracker is None or place not in tracker.ledger.ranks:
             return None
@@ -67,7 +67,7 @@ class ModelSlots:
             return []
         return [(Step.ADD, name, *place, hashes, tokens)]
 
-    def step(self, key: tuple[str, str], name: str, step: Step) -> Told | None:
+    def step(self, key: tuple[str, str], name: str, step: Step) -> Published | None:
         """Completes the prefill of a request, or frees it; None if there is no tracker."""
         tracker = self.trackers.get(key)
         if tracker is None:

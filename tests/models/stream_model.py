@@ -63,7 +63,7 @@ class Beliefs:
     """What kvd may conclude from a history."""
 
     passed: int = 0  # numbers of this engine: applied or lost
-    news: bool = False  # a batch has come since the connection was made
+    has_received: bool = False  # a batch has come since the connection was made
     lacking: bool = False  # something that was lost may matter
     ever_lost: bool = False  # something was lost; unlike `lacking`, a clear does not end it
     doubted: bool = False  # the engine may be another one
@@ -78,7 +78,7 @@ class Beliefs:
 
     def apply(self, kind: str) -> None:
         self.passed += 1
-        self.news = True
+        self.has_received = True
         if kind == "flawed":
             self.lacking = True
         elif kind == "emptied" and self.unknown and (self.lacking or self.ever_lost):
@@ -102,7 +102,7 @@ class Beliefs:
         self.passed = 0
         self.lacking = self.ever_lost = self.unknown = False
         self.cleared_at = None
-        self.news = True
+        self.has_received = True
 
     def drop(self) -> None:
         self.doubted = self.doubted or (self.held is not None and self.is_checked)
@@ -122,7 +122,7 @@ def beliefs(history: list[Happened], *, can_ask: bool) -> Beliefs:
             now.drop()
         elif what == "joined":
             now.doubted = now.doubted or (now.broken and can_ask)
-            now.broken = now.news = False
+            now.broken = now.has_received = False
         elif what == "applied":
             now.apply(*details)
         elif what == "held":
@@ -166,7 +166,7 @@ def _replay(now: Beliefs, how: str) -> None:
 def _answer(now: Beliefs, how: str, new: int, *, connected: bool) -> None:
     same_link = connected and now.asked_at == now.losses
     now.asked_at = None
-    now.news = how in ("same", "other", "empty") and same_link
+    now.has_received = how in ("same", "other", "empty") and same_link
     if how == "same":
         now.show_same()
     elif how == "forgotten":
@@ -174,7 +174,7 @@ def _answer(now: Beliefs, how: str, new: int, *, connected: bool) -> None:
         now.lose(0)
     elif how in ("other", "empty"):
         now.forget()
-        now.news = same_link and new > 0
+        now.has_received = same_link and new > 0
     now.passed += new
     now.doubted = how == "silent" or not same_link
 
@@ -188,7 +188,7 @@ def health(history: list[Happened], moment: float, *, can_ask: bool) -> str:
         return "recovering"
     if now.lacking:
         return "degraded"
-    return "exact" if now.news else "recovering"
+    return "exact" if now.has_received else "recovering"
 
 
 def asks(history: list[Happened], *, can_ask: bool) -> bool:

@@ -125,9 +125,9 @@ class Engine:
         self.cache = self.caches[rank].copy()
         self.caches = {**self.caches, rank: self.cache}
 
-    def truth(self, process: int, said: int, rank: int) -> Cache:
-        """Returns what a rank of the process held after its first `said` batches."""
-        return self.processes[process].after[said][rank]
+    def truth(self, process: int, batches: int, rank: int) -> Cache:
+        """Returns what a rank of the process held after its first `batches` batches."""
+        return self.processes[process].after[batches][rank]
 
     def act(self) -> tuple[int, bytes]:
         """Has a rank do something and returns the batch that announces it."""
@@ -138,11 +138,11 @@ class Engine:
             events += self.chance.choices(kinds, (50, 25, 15, 8, 1))[0]()
         while sum(self.cache.tiers[0].values()) > MAX_HELD:
             events += self._evict()
-        return self._tell(events)
+        return self._publish(events)
 
     def beat(self, bare: bool) -> tuple[int, bytes]:
         """Returns a sign of life: an empty batch, or an empty payload."""
-        return self._keep(b"") if bare else self._tell([])
+        return self._keep(b"") if bare else self._publish([])
 
     def clear(self) -> list[tuple[int, bytes]]:
         """Drops everything on every tier of every rank, one after the other."""
@@ -155,7 +155,7 @@ class Engine:
             for tier in (1, 2):
                 gone = list(self.cache.tiers[tier].elements())
                 events += [self._removed(tier, [path]) for path in gone]
-        return self._tell(events + self._clear())
+        return self._publish(events + self._clear())
 
     # ---- what an engine does
 
@@ -241,7 +241,7 @@ class Engine:
         digest = hashlib.blake2b(repr((owner, path)).encode(), digest_size=8).digest()
         return int.from_bytes(digest)
 
-    def _tell(self, events: list[Event]) -> tuple[int, bytes]:
+    def _publish(self, events: list[Event]) -> tuple[int, bytes]:
         moment = self.process.number * 1e6 + len(self.process.batches)  # stands for the timestamp
         rank = self._rank if self.names_rank else None
         batch = [moment, events, rank]

@@ -36,7 +36,7 @@ class MemoryServer:
         self.is_full = False
         self._most = most_entries
         self._thawed = trio.Event()
-        self._news = trio.Event()
+        self._changed = trio.Event()
         self._last = (0, 0)
         self.flush()
 
@@ -170,8 +170,8 @@ class MemoryServer:
         fields = {_bytes(key): _bytes(value) for key, value in field_values.items()}
         self.entries.append((self._last, fields))
         del self.entries[: -self._most]
-        self._news.set()
-        self._news = trio.Event()
+        self._changed.set()
+        self._changed = trio.Event()
         return b"%d-%d" % self._last
 
     def _between(self, after: tuple[int, int], end: tuple[int, int], count: int) -> Any:
@@ -199,7 +199,7 @@ class MemoryServer:
         found = self._between(_place(after), (2**63, 0), count)
         if not found:
             with trio.move_on_after(block / 1000):
-                await self._news.wait()
+                await self._changed.wait()
             await self._enter()
             found = self._between(_place(after), (2**63, 0), count)
         return {name.encode(): found} if found else None

@@ -62,7 +62,7 @@ class Replica:
         self.now = 0.0
         self.ways: dict[int, deque[bytes]] = {}  # events to come, by router_id of the sender
         self.outcomes: Counter[Outcome] = Counter()
-        self.heirs: list[Replica] = []  # the replicas that get its events
+        self.receivers: list[Replica] = []  # the replicas that get its events
         ledgers, options, state = Ledgers(), RouterOptions(), State()
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.selections = Selections(
@@ -75,8 +75,8 @@ class Replica:
             lambda: 0,
             ledgers,
         )
-        self.slots.steps.subscribe(self._tell)
-        self.selections.reservations.steps.subscribe(self._tell)
+        self.slots.steps.subscribe(self._publish_step)
+        self.selections.reservations.steps.subscribe(self._publish_step)
         self.faces = {
             Face.SLOT_TRACKER: self.slots.apply,
             Face.SELECTION: self.selections.reservations.apply,
@@ -87,10 +87,10 @@ class Replica:
             self.slots.register(KEY, worker_id, BLOCK_SIZE, 0, 1)
             await self.selections.workers.put(worker(worker_id, KEY))
 
-    def _tell(self, event: Lifecycle) -> None:
+    def _publish_step(self, event: Lifecycle) -> None:
         frame = encode(event, self.router_id)
-        for heir in self.heirs:
-            heir.ways[self.router_id].append(frame)
+        for receiver in self.receivers:
+            receiver.ways[self.router_id].append(frame)
 
     def hear(self, speaker: int) -> None:
         """Applies the next event of one way."""
@@ -161,8 +161,8 @@ class Mesh:
         replicas = [Replica(number, rng) for number in range(rng.randint(2, 5))]
         for one in replicas:
             await one.register()
-            one.heirs = [other for other in replicas if other is not one]
-            one.ways = {other.router_id: deque() for other in one.heirs}
+            one.receivers = [other for other in replicas if other is not one]
+            one.ways = {other.router_id: deque() for other in one.receivers}
         return cls(rng, replicas)
 
     def live_a_while(self, names: list[str]) -> None:
@@ -177,10 +177,10 @@ class Mesh:
             if not request.steps:
                 waiting.remove(request)
             for _ in range(rng.randrange(6)):
-                self._news()
+                self._deliver()
         self.stalled.clear()
         while any(any(one.ways.values()) for one in self.replicas):
-            self._news()
+            self._deliver()
 
     def rest(self) -> None:
         """Lets so much time pass that request ids may be used again."""
@@ -219,7 +219,7 @@ class Mesh:
             request.prefilling = False
         replica.take(request, step)
 
-    def _news(self) -> None:
+    def _deliver(self) -> None:
         """Has a replica that has not stalled read one event, or now and then all of one way."""
         rng = self.rng
         awake = [one for one in self.replicas if one not in self.stalled and any(one.ways.values())]

@@ -54,7 +54,7 @@ class Port:
     """An engine's sockets as others see them."""
 
     engine: Engine
-    up: bool = True
+    is_up: bool = True
     replays: str = "good"
     connections: list[Connection] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class Connection:
         self._stalled: list[Callable[[], None]] | None = None
         self._tries = 0
         self._vanished = False
-        self.up = False
+        self.is_up = False
         self._later(0.0005, self._try)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -120,14 +120,14 @@ class Connection:
         self._network.agenda.after(seconds, run)
 
     def _try(self) -> None:
-        if self.port.up and not self._way.cut:
+        if self.port.is_up and not self._way.cut:
             self._tries = 0
-            self.up = True
+            self.is_up = True
             self._stalled = None
             self.port.connections.append(self)
-            self._sub.tell(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._sub.notify(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             return
-        self._sub.tell(zmq.EVENT_CONNECT_RETRIED)
+        self._sub.notify(zmq.EVENT_CONNECT_RETRIED)
         self._later(RETRY_S[min(self._tries, len(RETRY_S) - 1)], self._try)
         self._tries += 1
 
@@ -143,7 +143,7 @@ class Connection:
             self._later(late, partial(self._arrive, frames))
 
     def _arrive(self, frames: Frames) -> None:
-        if not self.up:
+        if not self.is_up:
             return
         if self._stalled is not None:
             self._stalled.append(partial(self._arrive, frames))
@@ -152,7 +152,7 @@ class Connection:
 
     def gone(self) -> None:
         """Ends the connection as the engine's process is gone; a cut way holds the news back."""
-        if not self.up:
+        if not self.is_up:
             return
         if self._stalled is not None:
             self._stalled.append(self.gone)
@@ -161,12 +161,12 @@ class Connection:
 
     def break_off(self, fault: bool = False) -> None:
         """Loses the connection; after a protocol `fault` libzmq does not try again."""
-        if not self.up:
+        if not self.is_up:
             return
         self.drop()
-        self._sub.tell(zmq.EVENT_DISCONNECTED)
+        self._sub.notify(zmq.EVENT_DISCONNECTED)
         if not fault:
-            self._sub.tell(zmq.EVENT_CONNECT_RETRIED)
+            self._sub.notify(zmq.EVENT_CONNECT_RETRIED)
             self._later(0.1, self._try)
 
     def drop(self) -> None:
@@ -174,10 +174,10 @@ class Connection:
             self.port.connections.remove(self)
         self.life += 1
         self._stalled = None
-        self.up = self._vanished = False
+        self.is_up = self._vanished = False
 
     def stall(self) -> None:
-        if self.up and self._stalled is None:
+        if self.is_up and self._stalled is None:
             self._stalled = []
             self._later(HEARTBEAT_S, self._give_up)
 
@@ -189,7 +189,7 @@ class Connection:
     @property
     def is_frozen(self) -> bool:
         """Whether its process has ended, and this side has not noticed yet."""
-        return self.up and (self._vanished or self not in self.port.connections)
+        return self.is_up and (self._vanished or self not in self.port.connections)
 
     def _give_up(self) -> None:
         if self._stalled is not None and (self._way.cut or self._vanished):
@@ -216,28 +216,28 @@ class PlainConnection(Connection):
         self._arrived = 0.0
         self._stalled = None
         self._vanished = False
-        self.up = False
+        self.is_up = False
 
     async def make(self) -> None:
         await trio.sleep(0.0005)
         if self._way.cut:
             await trio.sleep_forever()
-        if not self.port.up:
+        if not self.port.is_up:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
     def join(self, sub: SimulatedSubscriber) -> None:
         self._sub = sub
-        self.up = True
+        self.is_up = True
         self._stalled = None
         self.port.connections.append(self)
 
     def break_off(self, fault: bool = False) -> None:
-        if self.up:
+        if self.is_up:
             self.drop()
             self._sub.end("protocol error" if fault else LOST)
 
     def stall(self) -> None:
-        if self.up and self._stalled is None:
+        if self.is_up and self._stalled is None:
             self._stalled = []
 
     def echo(self, call: Callable[[], None]) -> None:
@@ -294,7 +294,7 @@ class SubSocket(SimulatedSocket):
             self._wire.monitors.pop(self._address, None)
         self._address = address
 
-    def tell(self, event: int) -> None:
+    def notify(self, event: int) -> None:
         monitor = self._wire.monitors.get(self._address or "")
         if monitor is not None:
             monitor.put([MONITOR_EVENT.pack(event, 0)])
@@ -329,7 +329,7 @@ class DealerSocket(SimulatedSocket):
         network, port = self._wire.network, self._wire.network.ports[self._endpoint]
         if self.closed:
             return
-        if not port.up or self._wire.is_cut(port.engine.endpoint):
+        if not port.is_up or self._wire.is_cut(port.engine.endpoint):
             network.agenda.after(0.1, partial(self._ask, start))
             return
         process, ring = port.engine.process, port.engine.ring
@@ -338,7 +338,7 @@ class DealerSocket(SimulatedSocket):
             network.agenda.after(delay_s, partial(self._hear, port, process.number, frames))
 
     def _hear(self, port: Port, process: int, frames: Frames) -> None:
-        same = port.up and port.engine.process.number == process
+        same = port.is_up and port.engine.process.number == process
         if same and not self.closed and not self._wire.is_cut(port.engine.endpoint):
             frozen = self._wire.is_frozen(self._endpoint)
             if frozen or self._wire.lives(self._endpoint) != self._streams:

@@ -14,7 +14,7 @@ from kvd.wire.event_stream import StreamHealth
 from kvd_core.base.hashing import local_hashes
 from kvd_core.base.recent import SIZE
 from tests.simulation.engine import BLOCK, VALUES, Cache, Depths, Engine, Path, tokens_of
-from tests.simulation.replica import Replica, Told
+from tests.simulation.replica import Replica, StreamPositions
 
 
 class Wrong(AssertionError):
@@ -38,7 +38,7 @@ class Oracle:
                 for path in self._questions(engine, questions):
                     self.compared += 1
                     rank = self._chance.choice(engine.ranks)
-                    truth = said_by(replica, engine, rank)
+                    truth = announced_by(replica, engine, rank)
                     self._compare(replica, engine, path, rank, truth, "exact")
             elif self._goes_on(replica, engine):
                 for path in self._questions(engine, questions):
@@ -47,33 +47,33 @@ class Oracle:
 
     def _goes_on(self, replica: Replica, engine: Engine) -> bool:
         """Whether every batch behind those in the peer's dump has been applied."""
-        told, tap = replica.told.get(engine.key), replica.state.taps.get(engine.key)
-        if told is None or tap is None or tap.first is None or tap.last is None:
+        position, tap = replica.restored.get(engine.key), replica.state.taps.get(engine.key)
+        if position is None or tap is None or tap.first is None or tap.last is None:
             return False
-        process, last, _ = told
+        process, last, _ = position
         meets = tap.first[0] == process and tap.first[1] <= last + 1 and tap.last[1] >= last
         return meets and tap.unbroken and not tap.restarts
 
     def _check_credited(self, replica: Replica, engine: Engine, path: Path) -> None:
         """Checks that after a dump with gaps the replica never credits a rank with too much."""
         for rank in engine.ranks:
-            truth = said_by(replica, engine, rank).depths(path)
-            told = depths(replica, engine, path, rank)
-            if any(more > most for more, most in zip(told, truth, strict=True)):
+            truth = announced_by(replica, engine, rank).depths(path)
+            found = depths(replica, engine, path, rank)
+            if any(more > most for more, most in zip(found, truth, strict=True)):
                 raise Wrong(
                     f"{replica.name} goes on behind a dump with {engine.key}, rank {rank}, and "
-                    f"says {told} of {path}; the engine said {truth}"
+                    f"says {found} of {path}; the engine said {truth}"
                 )
 
-    def check_restored(self, replica: Replica, told: Told) -> None:
+    def check_restored(self, replica: Replica, dumped: StreamPositions) -> None:
         """Raises Wrong unless the replica has all that its peer's exact streams had applied.
 
-        `told` is the state of those streams at the peer.
+        `dumped` is the state of those streams at the peer.
         """
-        replica.told = {key: told[key] for key in told if key not in replica.departed}
-        for key in replica.told:
+        replica.restored = {key: dumped[key] for key in dumped if key not in replica.departed}
+        for key in replica.restored:
             engine = replica.engines[key]
-            process, last, _ = told[key]
+            process, last, _ = dumped[key]
             for path in self._questions(engine, 20):
                 self.restored += 1
                 for rank in engine.ranks:
@@ -129,13 +129,13 @@ class Oracle:
     def _compare(
         self, replica: Replica, engine: Engine, path: Path, rank: int, cache: Cache, called: str
     ) -> None:
-        truth, told = cache.depths(path), depths(replica, engine, path, rank)
+        truth, found = cache.depths(path), depths(replica, engine, path, rank)
         scored = score(replica, engine, path, rank)
-        if told != truth or scored != truth[0] * BLOCK:
+        if found != truth or scored != truth[0] * BLOCK:
             tap = replica.state.taps.get(engine.key)
             heard = f"last applied {tap.last}, mixed {tap.mixed!r}" if tap else "not registered"
             raise Wrong(
-                f"{replica.name} calls {engine.key} {called} and says {told} (score {scored}) of "
+                f"{replica.name} calls {engine.key} {called} and says {found} (score {scored}) of "
                 f"{path}, rank {rank}; the engine said {truth} ({heard}, restored "
                 f"{replica.recovery.blocks})"
             )
@@ -146,7 +146,7 @@ def health(replica: Replica, engine: Engine) -> StreamHealth | None:
     return None if found is None else found.listener.health(trio.current_time())
 
 
-def said_by(replica: Replica, engine: Engine, rank: int) -> Cache:
+def announced_by(replica: Replica, engine: Engine, rank: int) -> Cache:
     """Returns what a rank held after the last batch that the replica has applied."""
     last = replica.state.taps[engine.key].last
     return Cache() if last is None else engine.truth(last[0], last[1] + 1, rank)

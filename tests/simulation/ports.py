@@ -115,10 +115,10 @@ class PortLife:
 
     def _repeat(self) -> None:
         """Sends an old batch once more, if its publisher id shows which process it is from."""
-        said = self.engine.process.batches
-        if self.form in NAMED and said:
-            seq = self.chance.randrange(len(said))
-            self._send(seq, said[seq])
+        batches = self.engine.process.batches
+        if self.form in NAMED and batches:
+            seq = self.chance.randrange(len(batches))
+            self._send(seq, batches[seq])
 
     def _send(self, seq: int, payload: bytes, heard: bool = True) -> None:
         if heard and self.chance.random() >= self.loss:
@@ -163,14 +163,14 @@ class PortLife:
         if not self.on_the_way:
             return
         seq, payload, beside = self.on_the_way.popleft()
-        said_by = beside or publisher(payload)
+        speaker = beside or publisher(payload)
         known, restarts = self.listener.identity.publisher, self.listener.stats.restarts
-        if said_by != self.listener.identity.speaker:
-            self.listener.meet(said_by)
-        other = bool(known and said_by and known != said_by)
+        if speaker != self.listener.identity.speaker:
+            self.listener.meet(speaker)
+        other = bool(known and speaker and known != speaker)
         self.counts["other ids"] += other
         if self.listener.stats.restarts != restarts + other:
-            raise Wrong(f"{known.hex()} and then {said_by.hex()}: a restart, or none")
+            raise Wrong(f"{known.hex()} and then {speaker.hex()}: a restart, or none")
         if self.listener.take(seq, payload):
             self._settle()
 
@@ -278,10 +278,12 @@ class PortLife:
         for path in self._questions():
             found, _ = self.index.match(local_hashes(tokens_of(path), BLOCK))
             for rank in self.engine.ranks:
-                told = found.get((KEY.instance_id, rank), (0, 0, 0))
+                indexed = found.get((KEY.instance_id, rank), (0, 0, 0))
                 truth = self.engine.truth(process.number, expected, rank).depths(path)
-                if told != truth:
-                    raise Wrong(f"rank {rank} holds {truth} of {path}, and the index says {told}")
+                if indexed != truth:
+                    raise Wrong(
+                        f"rank {rank} holds {truth} of {path}, and the index says {indexed}"
+                    )
 
     def _questions(self) -> list[Path]:
         known = self.engine.asked

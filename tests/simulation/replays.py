@@ -22,10 +22,10 @@ Answer = Iterator[tuple[float, list[bytes]]]  # seconds after the request, frame
 
 
 def answer(kind: str, chance: random.Random, engine: Engine, start: int) -> Answer:
-    said: Iterable[tuple[int, bytes]] = engine.ring
+    batches: Iterable[tuple[int, bytes]] = engine.ring
     if kind == OUTLIVED:
-        said = enumerate(engine.processes[-2].batches if len(engine.processes) > 1 else ())
-    kept = [(seq, payload) for seq, payload in said if seq >= start]
+        batches = enumerate(engine.processes[-2].batches if len(engine.processes) > 1 else ())
+    kept = [(seq, payload) for seq, payload in batches if seq >= start]
     at = 0.001
     for frames in _messages(kind, chance, engine, kept):
         yield at, frames
@@ -68,9 +68,9 @@ def _messages(
 
 def _stray(chance: random.Random, engine: Engine) -> list[bytes]:
     """Returns any earlier batch of this process, mostly not one that was asked for."""
-    said = engine.process.batches
-    seq = chance.randrange(len(said))
-    return _frames(seq, said[seq])
+    batches = engine.process.batches
+    seq = chance.randrange(len(batches))
+    return _frames(seq, batches[seq])
 
 
 def _frames(seq: int, payload: bytes) -> list[bytes]:

@@ -51,7 +51,8 @@ from tests.simulation.network import (
     stream_socket,
 )
 
-Told = dict[RankKey, tuple[int, int, int]]  # process and number of the last batch; restarts
+# Of each stream: the process and number of its last batch, and its restarts.
+StreamPositions = dict[RankKey, tuple[int, int, int]]
 
 FROZEN = "its lost connection is not noticed yet"
 UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that show nothing of the engine
@@ -222,7 +223,8 @@ class Replica:
         self.registry: Registry
         self.tasks: ListenerTasks
         self.ready = trio.Event()
-        self.told: Told = {}  # what its peer had applied of the streams that it has restored
+        # What its peer had applied of the streams that it has restored.
+        self.restored: StreamPositions = {}
         self.departed: set[RankKey] = set()  # unregistered during recovery
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -275,7 +277,7 @@ class Replica:
         known = self.registry.registrations()
         return next((each for each in known if each.key == engine.key), None)
 
-    def places(self) -> Told:
+    def places(self) -> StreamPositions:
         """Returns the process and number of the last batch that each exact stream has applied."""
         now = trio.current_time()
         return {
@@ -294,7 +296,7 @@ class Replica:
         key = engine.key
         if not self.ready.is_set():
             self.departed |= self._leaving_with(key)
-        self.told.pop(key, None)
+        self.restored.pop(key, None)
         await self.registry.unregister(
             key.instance_id, key.partition.model_name, key.partition.tenant_id, key.dp_rank
         )
@@ -321,7 +323,8 @@ class PeerAccess:
         self.replicas: dict[str, Replica] = {}  # running replicas, by URL
         self.failures = 0.2  # share of the attempts
         self.texts = 0.3  # share of the dumps in JSON, as another indexer would write them
-        self.told: dict[str, Told] = {}  # what the last whole dump of each replica holds, by URL
+        # What the last whole dump of each replica holds, by URL.
+        self.dumped: dict[str, StreamPositions] = {}
         self.counts: Counter[str] = Counter()
 
     async def fetch(
@@ -354,7 +357,7 @@ class PeerAccess:
         if broken:
             raise FetchError("broke off at the end")
         after = replica.places()
-        self.told[base] = {key: after[key] for key in after if before.get(key) == after[key]}
+        self.dumped[base] = {key: after[key] for key in after if before.get(key) == after[key]}
 
 
 @contextmanager

@@ -86,11 +86,11 @@ class Replica:
         self.catalog = Catalog(self.registrations, self.targets)
 
     async def read(self, *rows: tuple[str, dict[str, Any]]) -> None:
-        said = (
+        lines = (
             f"[[{table}]]\n" + "".join(f"{name} = {json.dumps(of)}\n" for name, of in row.items())
             for table, row in rows
         )
-        self.path.write_text("".join(said))
+        self.path.write_text("".join(lines))
         await self.fleet.read()
         assert not self.fleet.reads["refused"]
 
@@ -159,17 +159,17 @@ async def test_what_one_replica_has_in_its_file_stays_with_the_others(
     one.registrations.replace_settings(
         ("m", None), {}, {"mode": 0} | dict(_wanted("policy", policy).policy.row)
     )
-    said = one.selections.tuning.all_changes()
+    changes = one.selections.tuning.all_changes()
     await two.read(*rows, ("policy", policy))
     await settle(server, one, two)
     await two.add("slot_tracker", row_of("slot_tracker", 9))  # `two` has news to write
     await settle(server, one, two)
     assert one.workers() == two.workers() and len(one.workers()) == 3
-    assert one.selections.tuning.all_changes() == said
+    assert one.selections.tuning.all_changes() == changes
     await two.read()  # what its file had is there by what the other says
     await settle(server, one, two)
     assert one.workers() == two.workers() and len(one.workers()) == 3
-    assert dict(two.selections.tuning.all_changes()) == dict(said)
+    assert dict(two.selections.tuning.all_changes()) == dict(changes)
     await one.remove(*rows[0])
     await settle(server, one, two)
     assert one.workers() == two.workers() and len(one.workers()) == 2

@@ -490,8 +490,8 @@ def test_a_disk_with_little_room_keeps_what_it_had(
         assert process.writer.error is None
         process.die()
         assert await has_it(tmp_path)
-        said = [record.getMessage() for record in caplog.records]
-        assert said == ["state_journal_failed", "state_journal_resumed"]
+        messages = [record.getMessage() for record in caplog.records]
+        assert messages == ["state_journal_failed", "state_journal_resumed"]
 
     trio.run(main)
 

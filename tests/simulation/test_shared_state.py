@@ -92,7 +92,7 @@ class Replica:
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
         self._at_rest = trio.Lock()
         self.views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
-        self.told = SharedUntil(None)
+        self.shared = SharedUntil(None)
         self.standing = KnownFleet(ServedModels())
         self._catalog = (
             OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class Replica:
                     self._catalog,
                     self._at_rest,
                     self.standing,
-                    self.told.note,
+                    self.shared.note,
                     self.name,
                     None,
                     [],
@@ -348,8 +348,8 @@ def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("has_told", [True, False])
-def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None:
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_shared: bool) -> None:
     """A request was booked while the server was away, and the process restarted meanwhile."""
 
     async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
@@ -358,19 +358,19 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_told: bool) -> None
         first.book("r0", 0, [1])
         await trio.sleep(5)
         back = Replica(server, "back", restored=5)
-        back.standing.shared_at = trio.current_time() - 1 if has_told else None
+        back.standing.shared_at = trio.current_time() - 1 if has_shared else None
         nursery.start_soon(back.run)
         await trio.sleep(20)
         assert count(back, "old", 5) == count(first, "old", 5) == 5
         assert count(back, "r", 1) == 1
-        shared_at = back.told.at
+        shared_at = back.shared.time
         server.freeze()
         back.book("later", 0, [1])
         await trio.sleep(20)
-        assert shared_at == back.told.at is not None
+        assert shared_at == back.shared.time is not None
         server.thaw()
         await trio.sleep(20)
-        assert back.told.at > shared_at
+        assert back.shared.time > shared_at
 
     run(scenario)
 
@@ -529,12 +529,12 @@ def test_what_only_a_view_can_say_is_not_shared_before_it() -> None:
         booked_at = trio.current_time()
         await trio.sleep(5)
         assert writer.outbox.holes == 1 and writer.outbox.entries == deque()
-        assert writer.told.at is not None and writer.told.at <= booked_at
+        assert writer.shared.time is not None and writer.shared.time <= booked_at
         is_open.set()
         await trio.sleep(5)
         writer.book("r50", 0, [1])
         await trio.sleep(5)
-        assert writer.told.at > booked_at
+        assert writer.shared.time > booked_at
 
     run(scenario)
 

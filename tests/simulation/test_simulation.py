@@ -43,10 +43,10 @@ def test_what_is_called_exact_is() -> None:
 
 def test_a_seed_always_has_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.simulation.world.STEPS", 100)
-    told: list[list[str]] = [[], []]
+    traces: list[list[str]] = [[], []]
     totals: list[collections.Counter[str]] = [collections.Counter(), collections.Counter()]
-    for lines, sums in zip(told, totals, strict=True):
+    for lines, sums in zip(traces, totals, strict=True):
         count(run_seed(3, lines.append), sums)
-    assert told[0] == told[1]
+    assert traces[0] == traces[1]
     assert totals[0] == totals[1]
     assert totals[0]["compared"] > 100

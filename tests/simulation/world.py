@@ -33,7 +33,7 @@ class World:
     In a `kind` world every loss can be repaired: replay servers answer and keep all batches.
     """
 
-    def __init__(self, seed: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, seed: int, trace: Callable[[str], None]) -> None:
         self.chance = random.Random(seed)
         self.kind = self.chance.random() < 0.3
         self.agenda = Agenda()
@@ -44,7 +44,7 @@ class World:
         self.ports = [self.network.add(engine) for engine in self.engines]
         self.replicas: dict[str, Replica] = {}
         self.starts = 0  # starts of replicas
-        self._tell = tell
+        self._trace = trace
         self._nursery: trio.Nursery
 
     def _engine(self, number: int) -> Engine:
@@ -65,8 +65,8 @@ class World:
             self._check_equal()
             self._nursery.cancel_scope.cancel()
 
-    def say(self, text: str) -> None:
-        self._tell(f"{trio.current_time():10.3f} {text}")
+    def log(self, text: str) -> None:
+        self._trace(f"{trio.current_time():10.3f} {text}")
 
     # ---- chaos
 
@@ -96,7 +96,7 @@ class World:
             self._speak(port)
 
     def _speak(self, port: Port, heard: bool = True) -> None:
-        if not port.up:
+        if not port.is_up:
             return
         seq, payload = port.engine.act()
         if heard:
@@ -105,7 +105,7 @@ class World:
     async def _break_connection(self) -> None:
         replica, port = self._pair()
         fault = self.chance.random() < 0.2
-        self.say(f"{replica.name} loses {port.engine.key}{' by a fault' * fault}")
+        self.log(f"{replica.name} loses {port.engine.key}{' by a fault' * fault}")
         for connection in replica.wire.to(port.engine.endpoint):
             connection.break_off(fault)
         for _ in range(self.chance.choice((0, 0, 2))):
@@ -114,7 +114,7 @@ class World:
     async def _cut_or_mend(self) -> None:
         replica, port = self._pair()
         way = self.network.way(replica.name, port.engine.endpoint)
-        self.say(f"{replica.name} to {port.engine.key}: {'mended' if way.cut else 'cut'}")
+        self.log(f"{replica.name} to {port.engine.key}: {'mended' if way.cut else 'cut'}")
         self._set_cut(replica, port, not way.cut)
 
     def _set_cut(self, replica: Replica, port: Port, cut: bool) -> None:
@@ -136,11 +136,11 @@ class World:
     async def _restart_engine(self) -> None:
         port = self.chance.choice(self.ports)
         engine = port.engine
-        if not port.up:
+        if not port.is_up:
             return
-        self.say(f"{engine.key} is started again, after {len(engine.process.batches)} batches")
+        self.log(f"{engine.key} is started again, after {len(engine.process.batches)} batches")
         if not engine.proxied:
-            port.up = False
+            port.is_up = False
             ways_to_end = (self.network.hang_up, self.network.vanish)
             self.chance.choices(ways_to_end, (5, 1))[0](port)
         unheard = self.chance.choice((0, 0, 1, 5, 50, len(engine.process.batches)))
@@ -149,7 +149,7 @@ class World:
 
     def _up(self, port: Port, unheard: int) -> None:
         port.engine.start()
-        port.up = True
+        port.is_up = True
         for _ in range(unheard):
             self._speak(port, heard=False)
 
@@ -157,7 +157,7 @@ class World:
         port = self.chance.choice(self.ports)
         kinds = GOOD[:2] if self.kind else (*GOOD, *BAD)
         port.replays = self.chance.choice(kinds)
-        self.say(f"replays of {port.engine.key}: {port.replays}")
+        self.log(f"replays of {port.engine.key}: {port.replays}")
 
     async def _pause_or_resume(self) -> None:
         replica, port = self._pair()
@@ -166,7 +166,7 @@ class World:
         if found is None or self.kind:
             return
         paused = found.listener.status is ListenerStatus.PAUSED
-        self.say(f"{replica.name} {'resumes' if paused else 'pauses'} {engine.key}")
+        self.log(f"{replica.name} {'resumes' if paused else 'pauses'} {engine.key}")
         if paused:
             replica.registry.resume(engine.key.instance_id, engine.key.dp_rank)
         else:
@@ -177,7 +177,7 @@ class World:
         if self.kind:
             return
         known = replica.find(port.engine) is not None
-        self.say(f"{replica.name} {'unregisters' if known else 'registers'} {port.engine.key}")
+        self.log(f"{replica.name} {'unregisters' if known else 'registers'} {port.engine.key}")
         if known:
             await replica.unregister(port.engine)
         else:
@@ -207,7 +207,7 @@ class World:
         replica = Replica(name, self.network, self.engines, self.kind)
         at_start = [engine for engine in self.engines if self.chance.random() < 0.8]
         others = [f"http://{other}:1" for other in REPLICAS if other != name]
-        self.say(f"{name} starts with {len(at_start)} engines")
+        self.log(f"{name} starts with {len(at_start)} engines")
         recovered = partial(self._recovered, replica)
         await self._nursery.start(replica.run, others, at_start, recovered)
         self.replicas[name] = self.peers.replicas[replica.url] = replica
@@ -215,12 +215,12 @@ class World:
         self.agenda.after(self.chance.choice((0.0, 0.5)), partial(self._register_all, replica))
 
     def _recovered(self, replica: Replica, peer: str | None) -> None:
-        self.say(f"{replica.name} has recovered {replica.recovery.blocks} blocks from {peer}")
+        self.log(f"{replica.name} has recovered {replica.recovery.blocks} blocks from {peer}")
         if peer is not None:
-            self.oracle.check_restored(replica, self.peers.told[peer])
+            self.oracle.check_restored(replica, self.peers.dumped[peer])
 
     async def _stop(self, name: str) -> None:
-        self.say(f"{name} ends")
+        self.log(f"{name} ends")
         del self.peers.replicas[self.replicas[name].url]
         await self.replicas[name].stop()
 
@@ -235,7 +235,7 @@ class World:
 
     async def _heal(self) -> None:
         """Makes everything work again, and has every engine publish."""
-        self.say("healing")
+        self.log("healing")
         await trio.sleep(6)
         for port in self.ports:
             port.replays = "good"
@@ -299,15 +299,15 @@ class World:
         """Has engines clear, and restarts those whose streams could not be repaired."""
         for port in self.ports:
             if self.chance.random() < 0.5:
-                self.say(f"{port.engine.key} clears")
+                self.log(f"{port.engine.key} clears")
                 for seq, payload in port.engine.clear():
                     self.network.publish(port, seq, payload)
         await trio.sleep(1)
         await self._speak_a_while()
         for port in self.ports:
             if not all(self._is_trusted(replica, port) for replica in self.replicas.values()):
-                self.say(f"{port.engine.key} is started again")
-                port.up = False
+                self.log(f"{port.engine.key} is started again")
+                port.is_up = False
                 self.network.hang_up(port)
                 self.agenda.after(1.0, partial(self._up, port, 0))
         await trio.sleep(15)
@@ -340,7 +340,7 @@ class Failed(Exception):
     """A seed failed; the text says which and how."""
 
 
-def run_seed(seed: int, tell: Callable[[str], None] = lambda text: None) -> World:
+def run_seed(seed: int, trace: Callable[[str], None] = lambda text: None) -> World:
     """Runs the life of one seed; raises Failed."""
     # The seed decides which task runs first, in the way of trio's own support for Hypothesis.
     runner = trio._core._run
@@ -349,7 +349,7 @@ def run_seed(seed: int, tell: Callable[[str], None] = lambda text: None) -> Worl
     made: list[World] = []
 
     async def main() -> None:
-        made.append(World(seed, tell))
+        made.append(World(seed, trace))
         with simulated(made[0].peers):
             await made[0].live()
 

@@ -23,7 +23,7 @@ from tests.support.zmtp_fakes import until
 PARTITION = PartitionKey("m", "default")
 BLOCK = 16
 HASTY_REPLICA = dataclasses.replace(HASTY, max_message_bytes=BOUNDS.payload_bytes)
-STRANGER = 5  # router_id of a replica that the test plays itself
+OTHER_ROUTER = 5  # router_id of a replica that the test plays itself
 
 
 def event(step: Step, request: str, worker: int = 7, hashes: bytes = b"") -> Lifecycle:
@@ -120,5 +120,5 @@ async def start(
     return Process(ledger, plane, publisher.endpoints[0])
 
 
-def frames(events: Iterable[Lifecycle], router_id: int = STRANGER) -> list[list[bytes]]:
+def frames(events: Iterable[Lifecycle], router_id: int = OTHER_ROUTER) -> list[list[bytes]]:
     return [[TOPIC, encode(event, router_id)] for event in events]

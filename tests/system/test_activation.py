@@ -98,9 +98,9 @@ class Manager:
     def heard(self, message: bytes) -> bytes:
         """Waits for the next message that contains this text, and returns it."""
         deadline = time.monotonic() + START_DEADLINE_S
-        while message not in (said := self._messages.recv(1000)):
+        while message not in (received := self._messages.recv(1000)):
             assert time.monotonic() < deadline, f"no {message!r}: {self.stderr}"
-        return said
+        return received
 
     def close(self) -> None:
         self._messages.close()
@@ -222,8 +222,8 @@ def test_a_socket_of_no_face_is_refused(tmp_path: Path) -> None:
     with ExitStack() as stack:
         sock = listening(stack)
         binds = [f"--{face}-bind=127.0.0.1:0" for face in ("indexer", "slot-tracker", "selection")]
-        said = refused(tmp_path, [sock], "indexr", *binds, "--conductor-bind=off")
-        assert f"belong to no face: indexr (127.0.0.1:{port_of(sock)});" in said
+        error = refused(tmp_path, [sock], "indexr", *binds, "--conductor-bind=off")
+        assert f"belong to no face: indexr (127.0.0.1:{port_of(sock)});" in error
 
 
 def test_a_unix_socket_without_a_file_goes_by_its_name(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_status_finds_sockets_of_the_manager(
         path = os.fspath(tmp_path / "kvd.sock")
         plain, secured, elsewhere = (listening(stack) for _ in range(3))
         sockets = [plain, listening(stack, socket.AF_UNIX, path), secured, elsewhere]
-        said = {
+        settings = {
             "indexer_bind": f"127.0.0.1:{port_of(plain)}",
             "slot_tracker_bind": f"unix:{path}",
             "selection_bind": f"tls:127.0.0.1:{port_of(secured)}",
@@ -333,7 +333,7 @@ def test_status_finds_sockets_of_the_manager(
             "tls_keyfile": f"{certificate}/key.pem",
         }
         config = tmp_path / "kvd.toml"
-        config.write_text("".join(f'{name} = "{value}"\n' for name, value in said.items()))
+        config.write_text("".join(f'{name} = "{value}"\n' for name, value in settings.items()))
         file = f"--config={config}"
 
         def shown(*flags: str) -> tuple[int, dict[str, Any]]:

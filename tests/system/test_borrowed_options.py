@@ -108,15 +108,15 @@ def test_requests_of_a_worker_weigh_beside_its_blocks(
 
 
 def test_the_credit_of_the_device_can_be_said() -> None:
-    said = load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "0.5"})
-    assert said.router.settings.members["device_credit"] == 0.5
+    config = load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "0.5"})
+    assert config.router.settings.members["device_credit"] == 0.5
 
 
-@pytest.mark.parametrize("said", ["-0.1", "nan", "inf"])
-def test_a_decay_of_the_credit_is_finite_and_not_negative(said: str) -> None:
+@pytest.mark.parametrize("value", ["-0.1", "nan", "inf"])
+def test_a_decay_of_the_credit_is_finite_and_not_negative(value: str) -> None:
     variable = "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY"
-    with pytest.raises(StartError, match=f"{variable}='{said}'"):
-        load({}, {variable: said})
+    with pytest.raises(StartError, match=f"{variable}='{value}'"):
+        load({}, {variable: value})
 
 
 @pytest.mark.parametrize(("decay", "chosen"), [("0", 1), ("1", 2)])

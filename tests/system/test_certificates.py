@@ -44,9 +44,9 @@ def served(folder: Path) -> Iterator[Faces]:
 
 
 def reload(faces: Faces, line: str) -> None:
-    said = len(faces.server.stderr)
+    seen = len(faces.server.stderr)
     faces.server.process.send_signal(signal.SIGHUP)
-    faces.server.wait_until(lambda: line in faces.server.stderr[said:], line)
+    faces.server.wait_until(lambda: line in faces.server.stderr[seen:], line)
 
 
 def trust(folder: Path, name: str) -> ssl.SSLContext:
@@ -158,12 +158,12 @@ def test_an_authority_that_is_gone_opens_nothing(served: Faces, folder: Path) ->
         assert statuses(kept) == ALL
         (folder / "ca.pem").write_bytes(ours + others)
         reload(served, "event=reloaded changed=tls_client_ca")
-        with connected(served, "stranger") as strangers:
-            assert statuses(strangers) == ALL and statuses(kept) == ALL
+        with connected(served, "stranger") as unlisted:
+            assert statuses(unlisted) == ALL and statuses(kept) == ALL
         (folder / "ca.pem").write_bytes(others)
         reload(served, "event=reloaded changed=tls_client_ca")
         assert statuses(kept) == NONE
     with connected(served, "client") as again:
         assert statuses(again) == NONE
-    with connected(served, "stranger") as strangers:
-        assert statuses(strangers) == ALL
+    with connected(served, "stranger") as unlisted:
+        assert statuses(unlisted) == ALL

@@ -100,7 +100,7 @@ def test_a_wrong_command_line_ends_with_2(
 def test_a_wrong_command_line_names_the_command_and_no_password(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for arguments, said in (
+    for arguments, beginning in (
         (
             "indexer --bogus",
             "kvd indexer: unrecognized arguments: --bogus; see `kvd indexer --help`",
@@ -116,7 +116,7 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
         with pytest.raises(SystemExit):
             main(arguments.split())
         error = capsys.readouterr().err
-        assert error.startswith(said) and error.count("\n") == 1
+        assert error.startswith(beginning) and error.count("\n") == 1
 
 
 ALONE = ("indexer", "slot-tracker", "select-service", "conductor")
@@ -128,8 +128,8 @@ ALONE = ("indexer", "slot-tracker", "select-service", "conductor")
 def test_too_few_descriptors_are_one_line(limit: int, commands: tuple[str, ...]) -> None:
     few = ["prlimit", f"--nofile={limit}:{limit}"]
     faces = [[command] for command in commands]
-    said = f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
-    assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, "", said)] * len(faces)
+    message = f"kvd: {limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)\n"
+    assert run_each(faces, under=few) == [Ended(os.EX_CONFIG, "", message)] * len(faces)
 
 
 def test_a_bad_value_says_what_would_be_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,9 +389,12 @@ def test_an_interrupt_ends_it_well_as_a_sigterm_does(kvd_process: Callable[..., 
 def test_who_reads_what_a_command_says_may_leave() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "wb") as nobody, open("/dev/full", "wb") as full:
-        for stdout, said in ((nobody, ""), (full, "kvd: cannot write: No space left on device\n")):
-            assert run_command("config", "docs", stdout=stdout) == Ended(1, "", said)
+    with os.fdopen(writing, "wb") as unread, open("/dev/full", "wb") as full:
+        for stdout, message in (
+            (unread, ""),
+            (full, "kvd: cannot write: No space left on device\n"),
+        ):
+            assert run_command("config", "docs", stdout=stdout) == Ended(1, "", message)
 
 
 def test_both_faces_are_one_process(tmp_path: Path) -> None:

@@ -378,13 +378,13 @@ class Published:
         key = PartitionKey(self.terms.model_name, self.terms.tenant_id)
         scope = self.terms.lora_name, self.terms.cache_salt
         source = state.add_source(key, 64, "a", *scope, 0, store=self.terms.store)
-        self.said = StandardEventStream(source, self.terms)
+        self.stream = StandardEventStream(source, self.terms)
         found = state.sized[(*key, 64)].conductor
         assert found is not None
         self.conductor = found
 
-    def tell(self, *events: Any) -> None:
-        self.said.apply(msgpack.packb([0.5, list(events)]))
+    def publish(self, *events: Any) -> None:
+        self.stream.apply(msgpack.packb([0.5, list(events)]))
 
     def row(self, *hashes: int, **scope: str) -> Json:
         row: Json = self.conductor.match_hashes(hashes, **scope)["a"]
@@ -399,7 +399,7 @@ def test_members_that_may_be_null(name: str) -> None:
     """Where an event leaves out a member, the registration's value counts."""
     for event in (STORED | {name: None}, {k: v for k, v in STORED.items() if k != name}):
         publisher = Published()
-        publisher.tell(event)
+        publisher.publish(event)
         assert publisher.row(1234567890)["DP"] == {"0": 64}
         assert publisher.row(1234567890)["GPU"] == 64
 
@@ -432,11 +432,11 @@ def test_a_member_of_another_type_costs_its_event(name: str) -> None:
             continue
         publisher = Published()
         try:
-            publisher.tell(STORED | {name: value}, stored_at_root(43))
+            publisher.publish(STORED | {name: value}, stored_at_root(43))
         except OverflowError:  # msgpack has no such number
             assert value == 2**64
             continue
-        assert publisher.said.bad.total() == 1, value
+        assert publisher.stream.bad.total() == 1, value
         assert publisher.row(1234567890)["longest_matched"] == 0
         assert publisher.row(11)["longest_matched"] == 64
 
@@ -444,8 +444,8 @@ def test_a_member_of_another_type_costs_its_event(name: str) -> None:
 @pytest.mark.parametrize("name", ["lora_name", "backend_id", "medium"])
 def test_a_name_with_control_characters_costs_its_event(name: str) -> None:
     publisher = Published()
-    publisher.tell(STORED | {name: "a\0b"}, stored_at_root(43))
-    assert publisher.said.bad == {name: 1}
+    publisher.publish(STORED | {name: "a\0b"}, stored_at_root(43))
+    assert publisher.stream.bad == {name: 1}
     assert publisher.row(1234567890)["longest_matched"] == 0
     assert publisher.row(11)["longest_matched"] == 64
 
@@ -474,10 +474,10 @@ def scope_of(dimension: Json) -> dict[str, str]:
 def test_each_stream_is_numbered_by_itself(dimension: Json) -> None:
     """The registration fixes the other three dimensions: events that differ are not applied."""
     publisher = Published()
-    publisher.tell(stored_at_root(42))
-    publisher.tell(stored_at_root(7, **dimension))
-    publisher.tell(stored_at_root(42))
-    assert (publisher.said.order.stale, publisher.said.order.gaps) == (1, 0)
+    publisher.publish(stored_at_root(42))
+    publisher.publish(stored_at_root(7, **dimension))
+    publisher.publish(stored_at_root(42))
+    assert (publisher.stream.order.stale, publisher.stream.order.gaps) == (1, 0)
     assert publisher.row(11, **scope_of(dimension))["longest_matched"] == 64
 
 
@@ -487,8 +487,8 @@ def test_each_stream_is_numbered_by_itself(dimension: Json) -> None:
 )  # fmt: skip
 def test_an_event_of_another_registration_is_counted(dimension: Json) -> None:
     publisher = Published()
-    publisher.tell(stored_at_root(42, **dimension))
-    assert publisher.said.mismatches == {next(iter(dimension)): 1}
+    publisher.publish(stored_at_root(42, **dimension))
+    assert publisher.stream.mismatches == {next(iter(dimension)): 1}
     assert publisher.row(11)["longest_matched"] == 0
 
 
@@ -496,11 +496,11 @@ def test_events_are_processed_in_order_of_their_numbers() -> None:
     """Missing numbers are counted, but not waited for: nothing could bring them back."""
     publisher = Published()
     removed = {"seq_hashes": [11], "base_block_idx": 0}
-    publisher.tell(REMOVED | removed | {"event_id": 43}, stored_at_root(42))
+    publisher.publish(REMOVED | removed | {"event_id": 43}, stored_at_root(42))
     assert publisher.row(11)["longest_matched"] == 0
-    publisher.tell(stored_at_root(46))
+    publisher.publish(stored_at_root(46))
     assert publisher.row(11)["longest_matched"] == 64
-    assert (publisher.said.order.gaps, publisher.said.order.stale) == (1, 0)
+    assert (publisher.stream.order.gaps, publisher.stream.order.stale) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -519,34 +519,34 @@ def test_events_are_processed_in_order_of_their_numbers() -> None:
 def test_base_block_idx_or_parent_hash_must_be_present(where: Json, located: bool) -> None:
     """This holds for blocks with tokens; blocks of hashes alone are located by their hashes."""
     publisher = Published()
-    publisher.tell(stored_at_root(41, token_ids=list(range(64, 128))))
+    publisher.publish(stored_at_root(41, token_ids=list(range(64, 128))))
     event = {k: v for k, v in STORED.items() if k not in ("base_block_idx", "parent_hash")}
-    publisher.tell(event | where | {"seq_hashes": [12], "token_ids": list(range(64))})
-    assert publisher.said.unlocated == (not located)
-    assert (publisher.said.orphans, publisher.said.conflicts) == (0, 0)
+    publisher.publish(event | where | {"seq_hashes": [12], "token_ids": list(range(64))})
+    assert publisher.stream.unlocated == (not located)
+    assert (publisher.stream.orphans, publisher.stream.conflicts) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["base_block_idx", "seq_hashes"])
 def test_removed_needs_hashes_and_nothing_else(name: str) -> None:
     publisher = Published()
-    publisher.tell(stored_at_root(42))
+    publisher.publish(stored_at_root(42))
     event = REMOVED | {"seq_hashes": [11]}
     del event[name]
-    publisher.tell(event)
-    assert publisher.said.bad.total() == (name == "seq_hashes")
+    publisher.publish(event)
+    assert publisher.stream.bad.total() == (name == "seq_hashes")
     assert publisher.row(11)["longest_matched"] == 64 * (name == "seq_hashes")
 
 
 @pytest.mark.parametrize("dimension", STREAMS, ids=lambda dimension: next(iter(dimension)))
 def test_cleared_is_of_its_stream(dimension: Json) -> None:
     publisher = Published()
-    publisher.tell(stored_at_root(42), stored_at_root(42, **dimension))
-    publisher.tell(CLEARED)
+    publisher.publish(stored_at_root(42), stored_at_root(42, **dimension))
+    publisher.publish(CLEARED)
     scope = scope_of(dimension)
     row = publisher.row(11, **scope)
     assert row["longest_matched"] == 64
     assert row["GPU"] == (0 if "medium" in dimension else 64)
-    publisher.tell(CLEARED | dimension)
+    publisher.publish(CLEARED | dimension)
     assert publisher.row(11, **scope)["longest_matched"] == 0
 
 

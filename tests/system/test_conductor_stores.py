@@ -16,7 +16,7 @@ HASHES = sequence_hashes(local_hashes(PROMPT, 4))
 QUERY: Json = {"model": "m", "block_size": 4, "token_ids": PROMPT}
 
 
-def tell(engine: Engine, seq: int, kind: str = "stored", **members: Any) -> None:
+def publish(engine: Engine, seq: int, kind: str = "stored", **members: Any) -> None:
     """Publishes one event as mooncake_master does, numbered like its message."""
     event = {"event_id": seq, "event_type": kind, "tenant_id": "default", "backend_id": "pool",
              "medium": "cpu", "seq_hashes": [], "base_block_idx": 0}  # fmt: skip
@@ -43,14 +43,14 @@ def test_objects_of_sglang_are_its_blocks(conductor: Running, name: str) -> None
     stored = ["BlockStored", [NAMED], None, PROMPT[:4], 4, None, "GPU"]
     engine.publish({"seq": 0, "batch": [0.5, [stored]]})
     for seq, suffix in enumerate(("0_draft_k", "0_swa_k", "_indexer", "0_k", "0_v"), 1):
-        tell(pool, seq, object_key=f"{name}{PAGE}_{suffix}")
+        publish(pool, seq, object_key=f"{name}{PAGE}_{suffix}")
     conductor.until_row("/query", QUERY, {"GPU": 4, "CPU": 4})
     for seq, suffix in enumerate(("0_draft_k", "0_swa_k", "_indexer"), 6):
-        tell(pool, seq, "removed", object_key=f"{name}{PAGE}_{suffix}")
+        publish(pool, seq, "removed", object_key=f"{name}{PAGE}_{suffix}")
     shown = conductor.until_shown(pool.endpoint("pub"), last_seq=8)
     assert (shown["blocks"], shown["ignored"], shown["bad"]) == (1, {"object_key": 3}, {})
     assert conductor.post("/query", QUERY)["default"]["a"]["CPU"] == 4
-    tell(pool, 9, "removed", object_key=f"{name}{PAGE}_0_v")
+    publish(pool, 9, "removed", object_key=f"{name}{PAGE}_0_v")
     conductor.until_row("/query", QUERY, {"GPU": 4, "CPU": 0})
 
 
@@ -61,10 +61,10 @@ def test_blocks_with_tokens_and_depth_alone_count(conductor: Running) -> None:
     """Blocks may come before or after the one they follow; with no parent, none conflicts."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
-    tell(engine, 0, seq_hashes=HASHES[2:], token_ids=PROMPT[8:], base_block_idx=2)
-    tell(engine, 1, seq_hashes=HASHES[:1], token_ids=PROMPT[:4])
+    publish(engine, 0, seq_hashes=HASHES[2:], token_ids=PROMPT[8:], base_block_idx=2)
+    publish(engine, 1, seq_hashes=HASHES[:1], token_ids=PROMPT[:4])
     conductor.until_row("/query", QUERY, matched(4))
-    tell(engine, 2, seq_hashes=HASHES[1:2], token_ids=PROMPT[4:8], base_block_idx=1)
+    publish(engine, 2, seq_hashes=HASHES[1:2], token_ids=PROMPT[4:8], base_block_idx=1)
     conductor.until_row("/query", QUERY, matched(16))
     by_hash = {"model": "m", "block_size": 4, "seq_hashes": HASHES}
     conductor.until_row("/query_by_hash", by_hash, matched(16))
@@ -75,8 +75,8 @@ def test_blocks_with_tokens_and_depth_alone_count(conductor: Running) -> None:
 def test_a_depth_that_contradicts_the_parent_is_counted(conductor: Running) -> None:
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
-    tell(engine, 0, seq_hashes=HASHES[:1], token_ids=PROMPT[:4])
-    tell(engine, 1, seq_hashes=HASHES[1:2], token_ids=PROMPT[4:8], parent_hash=HASHES[0])
+    publish(engine, 0, seq_hashes=HASHES[:1], token_ids=PROMPT[:4])
+    publish(engine, 1, seq_hashes=HASHES[1:2], token_ids=PROMPT[4:8], parent_hash=HASHES[0])
     conductor.until_row("/query", QUERY, matched(8))
     assert conductor.until_shown(engine.endpoint("pub"), last_seq=1)["conflicts"] == 1
 
@@ -85,7 +85,7 @@ def test_blocks_of_an_engine_by_depth_are_no_beginning(conductor: Running) -> No
     """An engine's own hashes do not tell what precedes a block, so its blocks are not found."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
-    tell(engine, 0, seq_hashes=[7, 8], token_ids=PROMPT[:8], base_block_idx=3)
+    publish(engine, 0, seq_hashes=[7, 8], token_ids=PROMPT[:8], base_block_idx=3)
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=0)
     assert (shown["blocks"], shown["waiting"]) == (2, 2)
     assert conductor.post("/query", QUERY)["default"]["a"]["longest_matched"] == 0
@@ -98,10 +98,10 @@ def test_a_master_begins_with_1(conductor: Running) -> None:
     """A master has no message 0, so nothing is missing before 1; it has no replay either."""
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
-    tell(pool, 1, seq_hashes=HASHES[:1])
+    publish(pool, 1, seq_hashes=HASHES[:1])
     shown = conductor.until_shown(pool.endpoint("pub"), last_seq=1, stream="exact")
     assert (shown["gaps"], shown["event_id_gaps"], "loss" in shown) == (0, 0, False)
-    tell(pool, 4, seq_hashes=HASHES[1:2])
+    publish(pool, 4, seq_hashes=HASHES[1:2])
     shown = conductor.until_shown(pool.endpoint("pub"), last_seq=4, stream="degraded")
     assert (shown["gaps"], shown["loss"]) == (1, "missing 2..3")
 
@@ -111,7 +111,7 @@ def test_who_joins_late_has_missed_something(conductor: Running, kind: str, firs
     """Engines begin with 0, stores with 1."""
     publisher = conductor.engine()
     conductor.register(publisher.endpoint("pub"), type=kind)
-    tell(publisher, first, seq_hashes=HASHES[:1])
+    publish(publisher, first, seq_hashes=HASHES[:1])
     shown = conductor.until_shown(publisher.endpoint("pub"), last_seq=first, stream="degraded")
     assert (shown["gaps"], shown["loss"]) == (1, f"missing {first - 1}")
 
@@ -119,12 +119,12 @@ def test_who_joins_late_has_missed_something(conductor: Running, kind: str, firs
 def test_a_master_that_is_started_again_begins_with_1(conductor: Running) -> None:
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
-    tell(pool, 1, seq_hashes=HASHES[:2])
-    tell(pool, 2, seq_hashes=HASHES[2:3])
+    publish(pool, 1, seq_hashes=HASHES[:2])
+    publish(pool, 2, seq_hashes=HASHES[2:3])
     conductor.until_row("/query", QUERY, matched(12))
     pool.unbind()
     pool.bind()
-    tell(pool, 1, seq_hashes=HASHES[:1])
+    publish(pool, 1, seq_hashes=HASHES[:1])
     conductor.until_row("/query", QUERY, matched(4))
     shown = conductor.until_shown(pool.endpoint("pub"), last_seq=1, stream="exact")
     assert (shown["restarts"], shown["gaps"]) == (1, 0)
@@ -139,16 +139,16 @@ def test_more_hashes_than_can_wait_are_refused(conductor: Running) -> None:
     """Earlier hashes stay, the beginnings of prompts; the stream says which batch it lacks."""
     pool = conductor.engine()
     conductor.register(pool.endpoint("pub"), type="Mooncake")
-    tell(pool, 1, seq_hashes=HASHES)
+    publish(pool, 1, seq_hashes=HASHES)
     conductor.until_row("/query", QUERY, matched(16))  # makes the tokens of its blocks known
     part = 99_000
     messages = -(-WAITING // part)
     for seq in range(2, 2 + messages):
-        tell(pool, seq, seq_hashes=list(range(2**40 + seq * part, 2**40 + (seq + 1) * part)))
+        publish(pool, seq, seq_hashes=list(range(2**40 + seq * part, 2**40 + (seq + 1) * part)))
     loss = f"the index had no room for batch {1 + messages}"
     shown = conductor.until_shown(pool.endpoint("pub"), 60.0, stream="degraded", loss=loss)
     assert (shown["waiting"], shown["ignored"]) == (WAITING, {"full": 1})
     conductor.until_row("/query", QUERY, matched(16))
     log = conductor.server
-    said = f'event=index_full bound="{WAITING_BOUND}" blocks=4 '
-    log.wait_until(lambda: said in log.stderr, "the line of what finds no room")
+    line = f'event=index_full bound="{WAITING_BOUND}" blocks=4 '
+    log.wait_until(lambda: line in log.stderr, "the line of what finds no room")

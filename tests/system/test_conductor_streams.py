@@ -22,7 +22,9 @@ HASHES = sequence_hashes(local_hashes(PROMPT, 4))
 QUERY: Json = {"model": "m", "block_size": 4, "token_ids": PROMPT}
 
 
-def tell(engine: Engine, seq: int, *blocks: int, event_id: int | None = None, **how: Any) -> None:
+def publish(
+    engine: Engine, seq: int, *blocks: int, event_id: int | None = None, **how: Any
+) -> None:
     """Publishes, as message `seq`, that the engine has stored these blocks of the prompt."""
     event = {
         "event_id": seq if event_id is None else event_id,
@@ -46,13 +48,13 @@ def test_a_publisher_that_restarts_begins_with_nothing(conductor: Running, first
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     for seq, blocks in enumerate(((0, 1), (2,), (3,)), first):
-        tell(engine, seq, *blocks)
+        publish(engine, seq, *blocks)
     conductor.until_row("/query", QUERY, matched(16))
     engine.unbind()
     engine.bind()
-    tell(engine, first, 0)
+    publish(engine, first, 0)
     conductor.until_row("/query", QUERY, matched(4))
-    tell(engine, first + 1, 1)
+    publish(engine, first + 1, 1)
     conductor.until_row("/query", QUERY, matched(8))
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=first + 1)
     assert (shown["restarts"], shown["stale"]) == (1, 0)
@@ -62,11 +64,11 @@ def test_a_publisher_that_restarts_begins_with_nothing(conductor: Running, first
 def test_a_gap_is_replayed(conductor: Running) -> None:
     engine = conductor.engine(replay=True)
     conductor.register(engine.endpoint("pub"), replay_endpoint=engine.endpoint("replay"))
-    tell(engine, 0, 0)
+    publish(engine, 0, 0)
     conductor.until_shown(engine.endpoint("pub"), last_seq=0, stream="exact")
-    tell(engine, 1, 1, drop=True)
-    tell(engine, 2, 2, drop=True)
-    tell(engine, 3, 3)
+    publish(engine, 1, 1, drop=True)
+    publish(engine, 2, 2, drop=True)
+    publish(engine, 3, 3)
     conductor.until_row("/query", QUERY, matched(16))
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=3, stream="exact")
     assert (shown["gaps"], shown["event_id_gaps"]) == (1, 0)
@@ -77,8 +79,8 @@ def test_a_gap_that_nobody_replays_is_shown(conductor: Running) -> None:
     """Known blocks stay: removals may be lost, but every block was cached at some time."""
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
-    tell(engine, 0, 0, 1)
-    tell(engine, 2, 2, event_id=5)
+    publish(engine, 0, 0, 1)
+    publish(engine, 2, 2, event_id=5)
     conductor.until_row("/query", QUERY, matched(12))
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=2, stream="degraded")
     assert (shown["status"], shown["gaps"], shown["event_id_gaps"]) == ("active", 1, 1)
@@ -89,11 +91,11 @@ def test_a_gap_that_nobody_replays_is_shown(conductor: Running) -> None:
 def test_whoever_joins_late_asks_for_the_beginning(conductor: Running, replay: bool) -> None:
     engine = conductor.engine(replay=replay)
     for seq in range(3):
-        tell(engine, seq, seq, drop=True)
+        publish(engine, seq, seq, drop=True)
     more = {"replay_endpoint": engine.endpoint("replay")} if replay else {}
     conductor.register(engine.endpoint("pub"), **more)
     conductor.until_shown(engine.endpoint("pub"), status="active", stream="recovering")
-    tell(engine, 3, 3)
+    publish(engine, 3, 3)
     state = "exact" if replay else "degraded"
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=3, stream=state)
     assert ("loss" in shown) is not replay
@@ -109,7 +111,7 @@ def test_a_publisher_that_is_not_up_yet_is_pending(conductor: Running) -> None:
     assert shown["last_seq"] is None
     engine.bind()
     conductor.until_shown(engine.endpoint("pub"), status="active", last_error=None)
-    tell(engine, 0, 0)
+    publish(engine, 0, 0)
     conductor.until_row("/query", QUERY, matched(4))
 
 
@@ -121,7 +123,7 @@ def test_publishers_come_and_go_while_messages_flow(conductor: Running) -> None:
 
     def flow() -> None:
         while not flowing.is_set():
-            tell(engine, next(numbers), 0, 1, 2, 3, nowait=True)
+            publish(engine, next(numbers), 0, 1, 2, 3, nowait=True)
 
     talker = threading.Thread(target=flow)
     talker.start()
@@ -145,13 +147,13 @@ def test_a_relay_that_repeats_low_numbers_has_not_begun_anew(conductor: Running)
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
     for seq in range(20):
-        tell(engine, seq, min(seq, 3))
+        publish(engine, seq, min(seq, 3))
     for seq in range(20, 24):
-        tell(engine, seq, min(seq - 20, 3), event_id=seq - 20)
+        publish(engine, seq, min(seq - 20, 3), event_id=seq - 20)
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=23)
     assert (shown["restarts"], shown["stale"], shown["blocks"]) == (0, 4, 4)
     for seq in range(24, 27):
-        tell(engine, seq, 0, event_id=seq - 24)
+        publish(engine, seq, 0, event_id=seq - 24)
     conductor.until_row("/query", QUERY, matched(4))
     shown = conductor.until_shown(engine.endpoint("pub"), last_seq=26)
     assert (shown["restarts"], shown["blocks"]) == (1, 1)
@@ -162,7 +164,7 @@ def test_blocks_that_no_question_finds_are_shown(conductor: Running) -> None:
     for salt in ("w8a8", ""):
         engine = conductor.engine()
         conductor.register(engine.endpoint("pub"), additionalsalt=salt)
-        tell(engine, 0, 0, 1)
+        publish(engine, 0, 0, 1)
         conductor.until_shown(engine.endpoint("pub"), last_seq=0)
     conductor.until_row("/query", QUERY | {"cache_salt": "w8a8"}, matched(8))
     found, silent = conductor.services()
@@ -217,8 +219,8 @@ def test_a_publisher_of_other_block_sizes_is_told_of(conductor: Running) -> None
         engine.publish({"seq": seq, "batch": [0.5, [stored]]})
     why = "17 events stored nothing: they were foreign or ignored (block_size 16)"
     conductor.until_shown(engine.endpoint("pub"), last_seq=16, warning=why)
-    told = 'misregistered-size|default|0:vllm" why='
-    conductor.server.wait_until(lambda: told in conductor.server.stderr, "the line")
+    line = 'misregistered-size|default|0:vllm" why='
+    conductor.server.wait_until(lambda: line in conductor.server.stderr, "the line")
 
 
 def test_listings_are_json(conductor: Running) -> None:
@@ -271,14 +273,14 @@ def test_json_of_a_long_prompt_is_applied_whole(conductor: Running, standard: bo
 def test_longer_json_is_refused_and_said(conductor: Running) -> None:
     engine = conductor.engine()
     conductor.register(engine.endpoint("pub"))
-    tell(engine, 0, 0)
+    publish(engine, 0, 0)
     payload = json.dumps([0.5, [long_event(0, 8, True)]]).encode()
     payload += b" " * (JSON_BYTES + 1 - len(payload))
     engine.publish({"seq": 1, "payload_hex": payload.hex()})
     loss = "batch 1 could not be decoded"
     shown = conductor.until_shown(engine.endpoint("pub"), stream="degraded", loss=loss)
     assert (shown["bad"], shown["bad_events"], shown["blocks"]) == ({"too_large": 1}, 1, 1)
-    tell(engine, 2, 1)
+    publish(engine, 2, 1)
     conductor.until_row("/query", QUERY, matched(8))
 
 

@@ -37,8 +37,8 @@ def service(folder: Path, text: str = "", host: str = "127.0.0.1") -> Iterator[t
     path.write_text(text)
     credentials.mkdir()
     environ = {FOLDER_VARIABLE: str(folder), "CREDENTIALS_DIRECTORY": str(credentials)}
-    told = ("indexer", "--host", host, "--port", str(port), "--config", str(path))
-    with running(folder, port, *told, environ=environ) as server:
+    arguments = ("indexer", "--host", host, "--port", str(port), "--config", str(path))
+    with running(folder, port, *arguments, environ=environ) as server:
         yield server, path
 
 
@@ -69,9 +69,9 @@ def test_what_kvd_refuses_fails_with_the_reason(
             path.write_text(text)
             assert main(["reload"]) == 1
             assert "event=reload_refused" in server.stderr
-            said = capsys.readouterr()
-            assert not said.out and said.err.startswith("kvd: nothing has changed: "), said
-            return said.err
+            printed = capsys.readouterr()
+            assert not printed.out and printed.err.startswith("kvd: nothing has changed: "), printed
+            return printed.err
 
         assert refused("log_levle = 1\n").endswith(
             "log_levle: no such setting; did you mean log_level?\n"

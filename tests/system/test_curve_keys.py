@@ -66,10 +66,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def registrations(port: int, key: str) -> list[tuple[str, str, dict[str, Any]]]:
     endpoint = f"tcp://127.0.0.1:{port}"
-    said = {"block_size": 4, "curve_server_key": key}
-    rank = {**said, "instance_id": 1, "model_name": "m", "endpoint": endpoint}
-    publisher = {**said, "instance_id": "2", "type": "vLLM", "model": "m", "endpoint": endpoint}
-    worker = {**said, "worker_id": 3, "model_name": "m", "endpoint": "http://e"}
+    members = {"block_size": 4, "curve_server_key": key}
+    rank = {**members, "instance_id": 1, "model_name": "m", "endpoint": endpoint}
+    publisher = {**members, "instance_id": "2", "type": "vLLM", "model": "m", "endpoint": endpoint}
+    worker = {**members, "worker_id": 3, "model_name": "m", "endpoint": "http://e"}
     return [
         ("indexer", "/register", rank),
         ("conductor", "/register", {**publisher, "dp_rank": 0}),
@@ -109,12 +109,12 @@ def test_a_wrong_key_hears_nothing(start: Start, engine: CurveEngine) -> None:
     for face, path, body in registrations(engine.port, OTHER_PUBLIC):
         assert clients[face].post(path, json=body).is_success
 
-    def said() -> bool:
+    def is_logged() -> bool:
         engine.publish()
         services = clients["conductor"].get("/services").json()["services"]
         return "handshake failed" in (services[0]["last_error"] or "")
 
-    server.wait_until(said, "said")
+    server.wait_until(is_logged, "said")
     body = {"model_name": "m", "token_ids": TOKENS}
     assert not clients["indexer"].post("/query", json=body).json().get("scores")
 
@@ -146,14 +146,14 @@ def test_replicas_with_keys(start: Start, tmp_path: Path) -> None:
         )
     (server, clients), (_, others) = started
     assert "event=curve_key public_key=" in server.stderr and SECRET not in server.stderr
-    with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
-        stranger.linger = 0
-        stranger.subscribe(b"")
-        stranger.set(zmq.CURVE_SERVERKEY, PUBLIC.encode())
+    with zmq.Context() as context, context.socket(zmq.SUB) as unlisted:
+        unlisted.linger = 0
+        unlisted.subscribe(b"")
+        unlisted.set(zmq.CURVE_SERVERKEY, PUBLIC.encode())
         public, secret = zmq.curve_keypair()
-        stranger.set(zmq.CURVE_PUBLICKEY, public)
-        stranger.set(zmq.CURVE_SECRETKEY, secret)
-        stranger.connect(f"tcp://127.0.0.1:{ports[0]}")
+        unlisted.set(zmq.CURVE_PUBLICKEY, public)
+        unlisted.set(zmq.CURVE_SECRETKEY, secret)
+        unlisted.connect(f"tcp://127.0.0.1:{ports[0]}")
         place = {"model_name": "m", "worker_id": 1, "dp_rank": 0}
         numbers = iter(range(10_000))
 
@@ -173,7 +173,7 @@ def test_replicas_with_keys(start: Start, tmp_path: Path) -> None:
         server.wait_until(
             lambda: exposition.parse(metrics.get("/metrics").text)[refused] > 0, "refused"
         )
-        assert not stranger.poll(50)
+        assert not unlisted.poll(50)
 
 
 @pytest.mark.parametrize(

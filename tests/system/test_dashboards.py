@@ -59,8 +59,8 @@ def targets() -> Iterator[dict[str, str]]:
 
 def expressions() -> Iterator[Asked]:
     for rule in rules():
-        said = " ".join(rule["annotations"].values())
-        yield Asked(rule["expr"], frozenset(ANNOTATION.findall(said)))
+        annotations = " ".join(rule["annotations"].values())
+        yield Asked(rule["expr"], frozenset(ANNOTATION.findall(annotations)))
     for target in targets():
         yield Asked(target["expr"], frozenset(LEGEND.findall(target["legendFormat"])))
     for each in json.loads(DASHBOARD.read_text())["templating"]["list"][1:]:
@@ -219,10 +219,10 @@ def test_the_rules_by_promtool(command: tuple[str, Path]) -> None:
 @needs_promtool
 def test_prometheus_reads_the_dashboard(tmp_path: Path) -> None:
     variables = {"$__rate_interval": "5m", "$instance": ".*"}
-    said = [target["expr"] for target in targets()]
+    queries = [target["expr"] for target in targets()]
     for name, text in variables.items():
-        said = [each.replace(name, text) for each in said]
-    rules = [{"record": f"panel:{number}", "expr": each} for number, each in enumerate(said)]
+        queries = [each.replace(name, text) for each in queries]
+    rules = [{"record": f"panel:{number}", "expr": each} for number, each in enumerate(queries)]
     path = tmp_path / "panels.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)

@@ -65,11 +65,11 @@ def test_what_a_daemon_logs_is_replayed(
     assert ids <= {1, 2, 3}
 
     assert main(["replay", str(path), "--rounds", "1", "--jobs", "1"]) == 0
-    said = capsys.readouterr().out
-    assert f"- requests: {REQUESTS} in " in said
-    assert "- engines: 3 with 2,000 blocks of 512 tokens" in said
-    assert "1,624 prompt tokens each; one cache without bounds would have had 57.8%" in said
-    assert [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")] == [
+    printed = capsys.readouterr().out
+    assert f"- requests: {REQUESTS} in " in printed
+    assert "- engines: 3 with 2,000 blocks of 512 tokens" in printed
+    assert "1,624 prompt tokens each; one cache without bounds would have had 57.8%" in printed
+    assert [line.split(" | ")[0] for line in printed.splitlines() if line.startswith("| ")] == [
         "| policy",
         "| as recorded",
         "| dynamo",

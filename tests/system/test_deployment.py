@@ -45,7 +45,7 @@ FIRST = {face: binds.each[0] for face, binds in BINDS.items()}
 PORTS = {face: bind.port for face, bind in FIRST.items() if isinstance(bind, TcpBind)}
 
 
-def said(path: Path, key: str) -> list[str]:
+def values_of(path: Path, key: str) -> list[str]:
     """Returns what a unit file says for a key, in order."""
     return re.findall(rf"^{key}=(.*)$", path.read_text(), re.MULTILINE)
 
@@ -54,26 +54,27 @@ def said(path: Path, key: str) -> list[str]:
 
 
 def test_the_socket_unit_has_the_default_address_of_every_face() -> None:
-    assert said(SOCKET, "ListenStream") == [str(bind) for bind in BINDS.values()]
+    assert values_of(SOCKET, "ListenStream") == [str(bind) for bind in BINDS.values()]
 
 
 def test_the_service_grants_what_the_daemon_wants() -> None:
-    (stop,), (files,) = said(SERVICE, "TimeoutStopSec"), said(SERVICE, "LimitNOFILE")
+    (stop,), (files,) = values_of(SERVICE, "TimeoutStopSec"), values_of(SERVICE, "LimitNOFILE")
     assert int(stop) > HttpLimits().graceful_s + STOP_S
     assert int(files) >= ENOUGH
-    assert said(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # leaves a stack in the journal
-    (start,) = said(SERVICE, "ExecStart")
+    assert values_of(SERVICE, "WatchdogSignal") == ["SIGABRT"]  # leaves a stack in the journal
+    (start,) = values_of(SERVICE, "ExecStart")
     assert start == "/usr/bin/kvd serve --config /etc/kvd/kvd.toml"
-    assert said(SERVICE, "ExecReload") == ["/usr/bin/kvd reload"]
-    assert said(SERVICE, "RuntimeDirectory") == ["kvd"]  # where reload finds kvd
+    assert values_of(SERVICE, "ExecReload") == ["/usr/bin/kvd reload"]
+    assert values_of(SERVICE, "RuntimeDirectory") == ["kvd"]  # where reload finds kvd
 
 
 def test_the_service_comes_back_unless_it_cannot() -> None:
-    assert said(SERVICE, "Restart") == ["on-failure"]
-    (never,) = said(SERVICE, "RestartPreventExitStatus")
+    assert values_of(SERVICE, "Restart") == ["on-failure"]
+    (never,) = values_of(SERVICE, "RestartPreventExitStatus")
     assert never.split() == ["2", str(StartError.exit_code)]
     (pause,), (most,), (within,) = (
-        said(SERVICE, key) for key in ("RestartSec", "StartLimitBurst", "StartLimitIntervalSec")
+        values_of(SERVICE, key)
+        for key in ("RestartSec", "StartLimitBurst", "StartLimitIntervalSec")
     )
     # systemd gives up if starts fail within seconds, but never if each crash takes a minute.
     assert 10 * int(pause) * int(most) < int(within) < 60 * int(most)
@@ -89,9 +90,11 @@ def test_the_gateways_service_is_confined_as_that_of_kvd() -> None:
     ]
     kvd, gateway = ([each for each in unit if each.split("=")[0] not in own] for unit in lines)
     assert gateway == kvd
-    assert said(GATEWAY, "ExecStart") == ["/usr/bin/kvd gateway --config /etc/kvd/gateway.toml"]
+    assert values_of(GATEWAY, "ExecStart") == [
+        "/usr/bin/kvd gateway --config /etc/kvd/gateway.toml"
+    ]
     # Only the parent gets the first signal: it has the gateways drain before their kvd ends.
-    assert said(GATEWAY, "KillMode") == ["mixed"]
+    assert values_of(GATEWAY, "KillMode") == ["mixed"]
 
 
 def test_the_service_is_hardly_exposed() -> None:
@@ -135,9 +138,9 @@ def test_ports_and_sockets_open_under_what_the_service_forbids(
         "curve-secret-key-file": tmp_path / "secret",
         "replica-sync-client-keys": tmp_path / "keys",
     }
-    told = [f"--{name}={value}" for name, value in flags.items()]
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
     sandbox = [sys.executable, str(REPOSITORY / "tests/support/unit_sandbox.py")]
-    with running(tmp_path, http, "serve", *told, under=sandbox):
+    with running(tmp_path, http, "serve", *arguments, under=sandbox):
         for port in (https, replicas):
             socket.create_connection(("127.0.0.1", port)).close()
         with socket.socket(socket.AF_UNIX) as client:
@@ -179,12 +182,12 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
     text = manifests["ConfigMap"]["data"][name]
     tokens = tmp_path / "tokens"
     tokens.write_text("operator read,lifecycle,admin 0123456789abcdef\n")
-    (told,) = re.findall(r'^tokens_file = "(.*)"$', text, re.MULTILINE)
+    (tokens_file,) = re.findall(r'^tokens_file = "(.*)"$', text, re.MULTILINE)
     path = tmp_path / name
     (followed,) = re.findall(r'^fleet_file = "(.*)"$', text, re.MULTILINE)
     fleet = tmp_path / Path(followed).name
     fleet.write_text(manifests["fleet"]["data"][fleet.name])
-    path.write_text(text.replace(told, str(tokens)).replace(followed, str(fleet)))
+    path.write_text(text.replace(tokens_file, str(tokens)).replace(followed, str(fleet)))
     assert main(["config", "check", "--config", str(path)]) == 0
     heard: dict[str, list[Any]] = {"indexer": [], "selection": []}
     for each in fleetfile.load(fleet, EgressPolicy()):
@@ -199,7 +202,7 @@ def test_the_configuration_is_taken(manifests: dict[str, Any], tmp_path: Path) -
     assert list(map(int, binds.values())) == list(PORTS.values())
     one = container(manifests["Deployment"])
     mount, secret, map_ = one["volumeMounts"]
-    assert str(Path(told).parent) == secret["mountPath"]
+    assert str(Path(tokens_file).parent) == secret["mountPath"]
     assert str(Path(followed).parent) == map_["mountPath"] and "subPath" not in map_
     assert one["args"] == ["serve", "--config", f"{mount['mountPath']}/{name}"]
 

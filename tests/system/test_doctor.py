@@ -67,8 +67,8 @@ def test_a_finding_is_said_by_every_face_and_command(
     ]
     patient.finds("engine_unreachable")  # without a probe, too
     assert main(["status", "--interval=0", *binds]) == 1
-    said = "findings      1: engine_unreachable; `kvd doctor` explains them"
-    assert said in capsys.readouterr().out.splitlines()
+    line = "findings      1: engine_unreachable; `kvd doctor` explains them"
+    assert line in capsys.readouterr().out.splitlines()
     patient.empty()
     assert main(["doctor", *binds]) == 0
 

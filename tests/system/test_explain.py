@@ -304,7 +304,7 @@ def test_the_same_tokens_for_another_tenant(patient: Patient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "message"),
     [
         ({}, 400, "block_hashes is required, or token_ids"),
         ({"token_ids": [1, 2], "request_id": "x"}, 400, "request_id: a request or a prompt"),
@@ -315,11 +315,11 @@ def test_the_same_tokens_for_another_tenant(patient: Patient) -> None:
         ({"token_ids": [1], "router_policy": "best"}, 422, "router_policy: expected one of"),
     ],
 )
-def test_wrong_bodies(patient: Patient, body: Json, status: int, says: str) -> None:
+def test_wrong_bodies(patient: Patient, body: Json, status: int, message: str) -> None:
     for face in FACES:
         answer = patient.clients[face].post("/explain", json=body)
         assert answer.status_code == status, answer.text
-        assert says in answer.json()["error"]
+        assert message in answer.json()["error"]
         assert documented(face).untrue(answer) is None
     answer = patient.clients["selection"].post(
         "/explain", content=b"{", headers={"content-type": "application/json"}
@@ -391,14 +391,14 @@ def test_the_command_says_what_is_wrong(
     patient: Patient, binds: list[str], capsys: Capture, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong"
-    for text, says in (
+    for text, message in (
         ("one two", "a prompt is token ids"),
         ("[1, 2", "the prompt is not JSON"),
         ('{"token_ids": []}', "no indexer for model=default"),
     ):
         wrong.write_text(text)
         assert main(["explain", str(wrong), *binds]) == 1
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "none"), *binds]) == 1
     assert "cannot read" in capsys.readouterr().err
     assert main(["explain", *binds]) == 1

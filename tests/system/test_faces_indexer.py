@@ -134,7 +134,7 @@ def test_a_refused_registration_leaves_no_model_behind(refusals: Refusals) -> No
 
 def test_what_is_not_registered_cannot_be_unregistered(refusals: Refusals) -> None:
     registered = {"instance_id": 1, "model_name": MODEL}
-    strangers: dict[str, dict[str, Any]] = {
+    unknown: dict[str, dict[str, Any]] = {
         "another instance": {"instance_id": 2},
         "another model": {"model_name": "new"},
         "another tenant": {"tenant_id": "other"},
@@ -142,7 +142,7 @@ def test_what_is_not_registered_cannot_be_unregistered(refusals: Refusals) -> No
         "another rank": {"dp_rank": 8},
         "another rank of the tenant": {"tenant_id": "default", "dp_rank": 8},
     }
-    bodies = {name: json.dumps(registered | s).encode() for name, s in strangers.items()}
+    bodies = {name: json.dumps(registered | s).encode() for name, s in unknown.items()}
     refusals.refused("/unregister", bodies, 404)
 
 

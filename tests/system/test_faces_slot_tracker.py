@@ -159,7 +159,7 @@ def test_a_registration_that_contradicts_another_is_409(refusals: Refusals) -> N
     refusals.refused("/register", bodies, 409)
 
 
-STRANGERS = {
+UNKNOWN = {
     "a model": {"model_name": "new"},
     "a tenant": {"tenant_id": "new"},
     "a tenant by its newer name": {"routing_group": "new"},
@@ -168,16 +168,16 @@ STRANGERS = {
 
 @pytest.mark.parametrize("path", list(POSTS)[1:6])
 def test_what_is_not_registered_is_404(path: str, refusals: Refusals) -> None:
-    strangers: dict[str, dict[str, Any]] = dict(STRANGERS)
+    unknown: dict[str, dict[str, Any]] = dict(UNKNOWN)
     if path == "/add":
-        strangers |= {"a worker": {"worker_id": 2}, "a rank": {"dp_rank": 2}}
-        strangers |= {"a rank behind": {"dp_rank": 5}}
+        unknown |= {"a worker": {"worker_id": 2}, "a rank": {"dp_rank": 2}}
+        unknown |= {"a rank behind": {"dp_rank": 5}}
     if path == "/prefill_complete":
-        strangers |= {"a request": {"request_id": "new"}}
+        unknown |= {"a request": {"request_id": "new"}}
     valid = POSTS[path][0] | {"model_name": MODEL}
     if path == "/unregister":
-        strangers |= {"a worker": {"worker_id": 2}}
-    bodies = {name: json.dumps(valid | s).encode() for name, s in strangers.items()}
+        unknown |= {"a worker": {"worker_id": 2}}
+    bodies = {name: json.dumps(valid | s).encode() for name, s in unknown.items()}
     refusals.refused(path, bodies, 404)
 
 

@@ -363,20 +363,20 @@ def test_whoever_does_what_in_any_order(steps: list[Step]) -> None:
 async def live(faces: Faces, steps: list[Step]) -> None:
     """Plays steps of clients and of the file's writer, and compares with a plain model."""
     model: dict[int, tuple[str, int]] = {}  # by instance: its owner and port
-    for what, said in steps:
+    for what, argument in steps:
         if what == "file":
-            await faces.read(*(rank(number, port) for number, port in said.items()))
+            await faces.read(*(rank(number, port) for number, port in argument.items()))
             gone = [each for each, (whose, _) in model.items() if whose == "file"]
-            model = {each: model[each] for each in model.keys() - (set(gone) - said.keys())}
-            for number, port in said.items():
+            model = {each: model[each] for each in model.keys() - (set(gone) - argument.keys())}
+            for number, port in argument.items():
                 if model.get(number, ("file", 0))[0] == "file":
                     model[number] = ("file", port)
-            failed = sum(model[each][0] == "client" for each in said)
+            failed = sum(model[each][0] == "client" for each in argument)
             assert faces.states()["failed"] == failed
         elif what == "bad file":
             await faces.read("[")
         elif what == "registers":
-            number, port = said
+            number, port = argument
             try:
                 address = f"tcp://127.0.0.1:{port}"
                 faces.registry.register(RankKey(M, number, 0), address, 4, None)
@@ -385,9 +385,9 @@ async def live(faces: Faces, steps: list[Step]) -> None:
             else:
                 assert number not in model
                 model[number] = ("client", port)
-        elif said in model:
-            await faces.registry.unregister(said, "m", None, None)
-            del model[said]
+        elif argument in model:
+            await faces.registry.unregister(argument, "m", None, None)
+            del model[argument]
         expected = sorted((each, f"tcp://127.0.0.1:{port}") for each, (_, port) in model.items())
         assert faces.there()["indexer"] == expected
         assert len(faces.service.listeners.running) == len(model)
@@ -617,8 +617,10 @@ def test_under_load_no_request_is_lost(
                         bad.append(answer.text)
 
         clients = [
-            Thread(target=ask, args=("indexer", "/query", lambda said: said["scores"]["1"]["0"])),
-            Thread(target=ask, args=("selection", "/select", lambda said: said["worker_id"] == 1)),
+            Thread(target=ask, args=("indexer", "/query", lambda shown: shown["scores"]["1"]["0"])),
+            Thread(
+                target=ask, args=("selection", "/select", lambda shown: shown["worker_id"] == 1)
+            ),
         ]
         for client in clients:
             client.start()

@@ -37,9 +37,9 @@ async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> No
     three = (EngineOptions(), EngineOptions(), EngineOptions())
     flags = ("--gateway-memory-bytes", "0")
     async with serving(kvd_process, *three, flags=flags) as (client, running):
-        said, places = [PROMPT], set()
+        messages, places = [PROMPT], set()
         for turn in range(5):
-            answered = await client.chat(*said)
+            answered = await client.chat(*messages)
             assert answered.status == 200
             details = answered.json["usage"]["prompt_tokens_details"]
             matched = int(answered.headers["x-kvd-matched-tokens"])
@@ -47,7 +47,7 @@ async def test_what_is_expected_to_be_cached_is_cached(kvd_process: Start) -> No
             assert (matched > 0) == (turn > 0)
             assert answered.headers["x-kvd-tokens"] == "tokenize"
             places.add(answered.headers["x-kvd-endpoint"])
-            said.append(f"{PROMPT} {turn}")
+            messages.append(f"{PROMPT} {turn}")
             await wait_heard(client, running)
         assert len(places) == 1
         metrics = await client.metrics()
@@ -78,9 +78,9 @@ async def test_a_prompt_under_way_counts_as_cached(kvd_process: Start) -> None:
 async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
     three = (EngineOptions(), EngineOptions(), EngineOptions())
     async with serving(kvd_process, *three) as (client, running):
-        said, sources, places = [PROMPT], [], set()
+        messages, sources, places = [PROMPT], [], set()
         for turn in range(4):
-            answered = await client.chat(*said)
+            answered = await client.chat(*messages)
             sources.append(answered.headers["x-kvd-tokens"])
             places.add(answered.headers["x-kvd-endpoint"])
             if turn:
@@ -88,7 +88,7 @@ async def test_a_next_turn_needs_no_tokenizer(kvd_process: Start) -> None:
                 details = answered.json["usage"]["prompt_tokens_details"]
                 matched = int(answered.headers["x-kvd-matched-tokens"])
                 assert 0 < matched <= details["cached_tokens"]
-            said.append(f"{PROMPT} {turn}")
+            messages.append(f"{PROMPT} {turn}")
             await wait_heard(client, running)
             await wait_metric(client, "kvd_gateway_conversations", turn + 1)
         assert sources == ["tokenize", "memory", "memory", "memory"]
@@ -130,8 +130,8 @@ async def test_a_stream_that_breaks_off_is_seen_cut(kvd_process: Start, fault: F
         assert answered.status == 200
         assert not answered.clean
         # If the gateway ended half an event, clients would take it for a whole one: it is just cut.
-        told = b'"code": "upstream_failed"' in answered.body.rpartition(b"\n\ndata: ")[2]
-        assert told == (fault is Fault.AFTER_EVENT)
+        has_error = b'"code": "upstream_failed"' in answered.body.rpartition(b"\n\ndata: ")[2]
+        assert has_error == (fault is Fault.AFTER_EVENT)
         await wait_serving(client, 1)
         assert (await client.chat(PROMPT, stream=True)).clean
 
@@ -150,8 +150,8 @@ async def test_a_stream_may_end_with_its_connection(
 ) -> None:
     async with serving(kvd_process, EngineOptions(chunks=False)) as (client, _):
         for _ in range(3):  # its engine goes on serving
-            said = {"model": "demo", "max_tokens": 4, "stream": True, **body}
-            answered = await client.post(path, said)
+            members = {"model": "demo", "max_tokens": 4, "stream": True, **body}
+            answered = await client.post(path, members)
             assert (answered.status, answered.clean) == (200, True)
             assert b"upstream_failed" not in answered.body
 
@@ -377,14 +377,14 @@ async def test_engines_without_events_are_chosen_by_what_they_were_sent(kvd_proc
     flags = ("--gateway-memory-bytes", "0")
     async with serving(kvd_process, *three, flags=flags) as (client, running):
         for number in range(6):
-            said = [f"{number} {PROMPT}"]
-            first = await client.chat(*said)
+            messages = [f"{number} {PROMPT}"]
+            first = await client.chat(*messages)
             await wait_heard(client, [each for each in running if each.server.publisher])
-            second = await client.chat(*said, "more")
+            second = await client.chat(*messages, "more")
             place = first.headers["x-kvd-endpoint"]
             assert second.headers["x-kvd-endpoint"] == place
-            told = place == running[2].url
-            assert second.headers["x-kvd-decision"] == ("overlap" if told else "predicted")
+            has_events = place == running[2].url
+            assert second.headers["x-kvd-decision"] == ("overlap" if has_events else "predicted")
             assert int(second.headers["x-kvd-matched-tokens"]) > 0
         shown = (await client.get("/status")).json["upstreams"]
         assert [bool(each["events"]) for each in shown] == [False, False, True]

@@ -62,15 +62,15 @@ async def test_an_engine_that_leaves_ends_what_it_answers(
         added = await client.post("/upstreams", {"url": one.url})
         await wait_serving(client, 1)
         body = {"model": "demo", "prompt": [1], "max_tokens": 100, "stream": True}
-        said = b""
+        received = b""
         async with client.http.stream("POST", "/v1/completions", json=body) as response:
             async for piece in response.aiter_raw():
-                if not said:
+                if not received:
                     path = f"/upstreams/{added.json['worker_id']}"
                     assert (await client.http.delete(path)).status_code == 200
                     assert (await client.chat(PROMPT)).status == 404  # no engine has the model
-                said += piece
-        assert said.endswith(b"data: [DONE]\n\n")
+                received += piece
+        assert received.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(

@@ -290,15 +290,15 @@ async def test_a_broken_stream_is_no_whole_one_to_http_1_0(
         assert base.port is not None
         async with await trio.open_tcp_stream(base.host, base.port) as stream:
             await stream.send_all(head + body)
-            said, is_reset = b"", False
+            received, is_reset = b"", False
             try:
                 while piece := await stream.receive_some():
-                    said += piece
+                    received += piece
             except trio.BrokenResourceError:
                 is_reset = True
-        assert b"word0" in said
+        assert b"word0" in received
         assert is_reset == (fault is not None)
-        assert said.endswith(b"data: [DONE]\n\n") == (fault is None)
+        assert received.endswith(b"data: [DONE]\n\n") == (fault is None)
 
 
 EVENT, LAST = b'data: {"x":1}\n\n', b"data: [DONE]\n\n"

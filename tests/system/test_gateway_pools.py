@@ -75,8 +75,8 @@ async def ways(client: Client) -> dict[str, float]:
 
 def used(answered: Answered) -> tuple[int, int]:
     """Returns the tokens of a prompt, and how many of them the engine had cached."""
-    told = answered.json["usage"]
-    return told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"]
+    usage = answered.json["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 class KeptRequests:
@@ -173,12 +173,12 @@ async def test_what_the_prefill_engine_caches_is_expected_and_reported(kvd_proce
     flags = (*ANY, "--gateway-memory-bytes", "0")
     four = [EngineOptions() for _ in range(4)]
     async with serving(kvd_process, *four, flags=flags, prefills=2) as (client, running):
-        said, prefills = [PROMPT], set()
+        messages, prefills = [PROMPT], set()
         for turn in range(4):
-            answered = await client.chat(*said)
+            answered = await client.chat(*messages)
             prefills.add(answered.headers["x-kvd-prefill"])
             assert (int(answered.headers["x-kvd-matched-tokens"]) > 0) == (turn > 0)
-            said.append(f"{PROMPT} {turn}")
+            messages.append(f"{PROMPT} {turn}")
             await wait_heard(client, running)
         assert len(prefills) == 1
         assert sum(one[1] for one in counts(running)) == 4
@@ -198,8 +198,8 @@ async def test_short_prompts_and_known_ones_are_computed_where_they_are_answered
     flags = ("--gateway-remote-prefill-tokens", "50", "--gateway-memory-bytes", "0")
     async with serving(kvd_process, *VLLM, flags=flags, prefills=1) as (client, running):
         seen = []
-        for said in ([PROMPT], [PROMPT, "and a few words"], ["short"]):
-            answered = await client.chat(*said)
+        for messages in ([PROMPT], [PROMPT, "and a few words"], ["short"]):
+            answered = await client.chat(*messages)
             seen.append(answered.headers["x-kvd-prefill"])
             await wait_heard(client, running)
         assert seen == [running[0].url, "short", "short"]
@@ -465,8 +465,8 @@ async def killable(
     with ExitStack() as stack:
         engines = []
         for mode in ("prefill", "prefill", "decode", "decode"):
-            told = ("--mode", mode) if kind == "sglang" else ()
-            engines.append(EngineProcess(folder, "--kind", kind, *told))
+            options = ("--mode", mode) if kind == "sglang" else ()
+            engines.append(EngineProcess(folder, "--kind", kind, *options))
             stack.callback(engines[-1].end)
         prefills = engines[:2] if kind == "vllm" else []
         flags = [*ANY, *(part for each in prefills for part in ("--prefill", each.url))]

@@ -82,8 +82,8 @@ async def test_refusals_are_in_the_form_of_the_api(kvd_process: Start) -> None:
         assert answered.headers["x-request-id"]  # made by the gateway
         assert (await send(client, "HEAD", "/")).status == 404
         assert (await send(client, "HEAD", "/v1/models")).body == b""
-        told = await client.post("/v1/responses", {"model": "demo", "input": "hi"})
-        kept = f"/v1/responses/{told.json['id']}"
+        response = await client.post("/v1/responses", {"model": "demo", "input": "hi"})
+        kept = f"/v1/responses/{response.json['id']}"
         answered = await send(client, "HEAD", kept)
         assert (answered.status, answered.body) == (405, b"")
         assert answered.headers["allow"] == "DELETE, GET"
@@ -145,11 +145,11 @@ async def test_pages_of_allowed_origins_may_ask(kvd_process: Start, keys: tuple[
         "access-control-request-headers": "authorization, x-stainless-os",
     }
     async with serving(kvd_process, EngineOptions(), flags=keys) as (client, _):
-        told = await send(client, "OPTIONS", CHAT, headers=asks)
-        assert (told.status, told.body) == (204, b"")
-        assert told.headers["access-control-allow-origin"] == PAGE
-        assert told.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
-        assert "POST" in told.headers["access-control-allow-methods"]
+        response = await send(client, "OPTIONS", CHAT, headers=asks)
+        assert (response.status, response.body) == (204, b"")
+        assert response.headers["access-control-allow-origin"] == PAGE
+        assert response.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+        assert "POST" in response.headers["access-control-allow-methods"]
         shown = {"origin": PAGE, "authorization": f"Bearer {KEY}"}
         for stream in (False, True):
             answered = await client.post(CHAT, {**ASKED, "stream": stream}, shown)
@@ -198,12 +198,12 @@ async def test_chats_without_tokens_are_followed_by_their_text(kvd_process: Star
     three = (EngineOptions(), EngineOptions(), EngineOptions())
     async with serving(kvd_process, *three) as (client, _):
         for number in range(6):
-            said, places, decisions = [f"{number}"], set(), []
+            messages, places, decisions = [f"{number}"], set(), []
             for turn in range(3):
-                answered = await client.chat(*said, documents=[])
+                answered = await client.chat(*messages, documents=[])
                 places.add(answered.headers["x-kvd-endpoint"])
                 decisions.append(answered.headers["x-kvd-decision"])
-                said.append(f"{turn}")
+                messages.append(f"{turn}")
             assert decisions == ["load", "session", "session"]
             assert len(places) == 1
         metrics = await client.metrics()

@@ -38,11 +38,11 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("said", ["-1", str(2**70), "nan"])
-def test_out_of_range_is_refused_by_file_key_and_range(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["-1", str(2**70), "nan"])
+def test_out_of_range_is_refused_by_file_key_and_range(value: str, tmp_path: Path) -> None:
     path = tmp_path / "kvd.toml"
     for setting in NUMBERS:
-        path.write_text(f"{setting.name} = {said}\n")
+        path.write_text(f"{setting.name} = {value}\n")
         with pytest.raises(StartError) as caught:
             load({CONFIG: str(path)}, {})
         complaint = str(caught.value)
@@ -102,16 +102,16 @@ def test_the_defaults_are_those_of_the_options() -> None:
 
 
 def test_every_option_of_connections_and_replays_can_be_said() -> None:
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         each.name: (200_000 + number if isinstance(each.default, int) else 100.0 + number)
         for number, each in enumerate(ENGINE_SETTINGS)
     }
-    said["engine_heartbeat_timeout_s"] = said["engine_heartbeat_s"] + 50
-    config = load({**said, "replica_sync_queue_messages": 7}, {})
+    settings["engine_heartbeat_timeout_s"] = settings["engine_heartbeat_s"] + 50
+    config = load({**settings, "replica_sync_queue_messages": 7}, {})
     fixed = {"give_up_s": LinkOptions().give_up_s}
     link, replays = dataclasses.asdict(config.engine_link), dataclasses.asdict(config.replays)
     assert sorted([*link.values(), *replays.values(), config.engine_stale_s]) == sorted(
-        [*said.values(), *fixed.values()]
+        [*settings.values(), *fixed.values()]
     )
     own = {"queue_messages": 7, "max_message_bytes": REPLICA_LINK.max_message_bytes}
     assert config.replica_link == dataclasses.replace(config.engine_link, **own)
@@ -124,14 +124,14 @@ def test_pauses_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_queue_follows_a_reload() -> None:
-    said = {
+    settings = {
         "router_queue_requests": 3,
         "router_queue_s": 4.5,
         "max_partitions": 5,
         "session_affinity_sessions": 6,
         "router_retries": 7,
     }
-    options = load(said, {}).router
+    options = load(settings, {}).router
     assert (options.max_sessions, options.max_retries) == (6, 7)
     state = State()
     selections = Selections(
@@ -314,8 +314,8 @@ def test_the_index_has_a_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[s
         shown = listener(kvd)
         assert shown["stream"] == "degraded"
         assert shown["loss"] == "the index had no room for batch 99"
-        said = "event=index_full max_blocks=1000"
-        kvd.server.wait_until(lambda: said in kvd.server.stderr, "said")
+        line = "event=index_full max_blocks=1000"
+        kvd.server.wait_until(lambda: line in kvd.server.stderr, "said")
         off = [f"--{face}-bind=off" for face in ("slot-tracker", "selection", "conductor")]
         bind = f"--indexer-bind=127.0.0.1:{kvd.server.port}"
         assert main(["status", "--interval=0", bind, *off]) == 1

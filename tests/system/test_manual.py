@@ -102,9 +102,11 @@ def test_every_setting_is_in_the_page_with_its_default(folder: Path) -> None:
         assert about, setting.name
         assert f"Variable: {setting.variable}" in about
         assert (" Live." in about) == setting.live, setting.name
-        is_said, is_none = bool(setting.when_unset), setting.default is None
-        assert ("None by default." in about) == (is_none and not is_said), setting.name
-        assert (f"Default: {setting.when_unset}." in about) == (is_none and is_said), setting.name
+        is_described, is_none = bool(setting.when_unset), setting.default is None
+        assert ("None by default." in about) == (is_none and not is_described), setting.name
+        assert (f"Default: {setting.when_unset}." in about) == (is_none and is_described), (
+            setting.name
+        )
         if not is_none:
             assert about.splitlines()[0] == configfile.rendered(setting.default)
 

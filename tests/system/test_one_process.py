@@ -46,7 +46,7 @@ class Process:
         assert answer.is_success, answer.text
         return answer.json()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         self._engine.send_multipart([b"", next(self._numbers).to_bytes(8, "big"), STORED])
 
     def register(self, face: str) -> None:
@@ -100,7 +100,7 @@ class Process:
     def until(self, tokens: int, *faces: str) -> None:
         """Has the engine publish until all of the faces find this many tokens."""
         for _ in range(2000):
-            self.tell()
+            self.publish()
             if all(self.found(face) == tokens for face in faces):
                 return
         raise AssertionError({face: self.found(face) for face in faces})

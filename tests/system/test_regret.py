@@ -38,8 +38,8 @@ def test_reports_are_summed_by_rank_and_model(kvd_process: Callable[..., Server]
     with closing(started(kvd_process)) as client:
         first = reserve(client, "a", expected_ttft=True)
         assert first["expected_ttft_s"] == 0.069
-        said = {"prompt_tokens": 64, "cached_tokens": 16, "ttft_ms": 100, "output_tokens": 9}
-        assert client.post("/reservations/a/report", json=said).json() == {"status": "ok"}
+        figures = {"prompt_tokens": 64, "cached_tokens": 16, "ttft_ms": 100, "output_tokens": 9}
+        assert client.post("/reservations/a/report", json=figures).json() == {"status": "ok"}
         client.post("/reservations/a/prefill_complete")
         client.delete("/reservations/a")
         again = reserve(client, "b", slo_ttft_ms=10)  # predicted to be all cached
@@ -65,7 +65,7 @@ def test_reports_are_summed_by_rank_and_model(kvd_process: Callable[..., Server]
 def test_what_a_report_refuses(kvd_process: Callable[..., Server]) -> None:
     with closing(started(kvd_process)) as client:
         reserve(client, "a")
-        for said, status in (
+        for body, status in (
             ({"cached_tokens": 1}, 400),
             ({"cached_tokens": 65, "prompt_tokens": 64}, 400),
             ({"ttft_ms": 0}, 400),
@@ -73,7 +73,7 @@ def test_what_a_report_refuses(kvd_process: Callable[..., Server]) -> None:
             ({"output_tokens": -1}, 422),
             ({"cached_tokens": "1", "prompt_tokens": 2}, 422),
         ):
-            assert client.post("/reservations/a/report", json=said).status_code == status, said
+            assert client.post("/reservations/a/report", json=body).status_code == status, body
         assert client.post("/reservations/x/report", json={}).status_code == 404
         assert client.get("/regret").json() == {"models": [], "ranks": []}
         for name, value in (("slo_ttft_ms", 0), ("slo_ttft_ms", "1"), ("expected_ttft", 1)):

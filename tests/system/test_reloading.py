@@ -90,8 +90,8 @@ def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
         file.write_text(name)
 
     def text(file: str) -> str:
-        said = "".join(f'{name} = "{files[file]}"\n' for name in TLS_FILES)
-        return said + 'indexer_bind = "tls:127.0.0.1:0"\n'
+        lines = "".join(f'{name} = "{files[file]}"\n' for name in TLS_FILES)
+        return lines + 'indexer_bind = "tls:127.0.0.1:0"\n'
 
     again = reader(path, text("one"))
     before = load(again.given, {})

@@ -230,10 +230,10 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
 def test_domains_of_transfers_are_kept_and_change_no_choice(
     client: Client, enforcement: str
 ) -> None:
-    said = {"kv_transfer_domain": "rack", "kv_transfer_enforcement": enforcement}
+    members = {"kv_transfer_domain": "rack", "kv_transfer_enforcement": enforcement}
     for worker_id, role, rack in ((1, "prefill", "r1"), (2, "decode", "r2")):
-        shown = put(client, worker_id, role=role, topology_domains={"rack": rack}, **said)
-        assert said.items() <= shown.items() and shown["lifecycle"] == "schedulable"
+        shown = put(client, worker_id, role=role, topology_domains={"rack": rack}, **members)
+        assert members.items() <= shown.items() and shown["lifecycle"] == "schedulable"
     answer = client.post("/select", json={"token_ids": TOKENS, "phase": "both"}).json()
     assert (answer["prefill"]["worker_id"], answer["worker_id"]) == (1, 2)
     answer = client.patch("/workers/1", json={"kv_transfer_enforcement": "other"})

@@ -204,8 +204,8 @@ def test_no_body_is_waited_for_that_nobody_may_send(faces: Faces, head: str) -> 
             with closing(faces.connect(address)) as sock:
                 text = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{head}\r\n"
                 sock.sendall(text.encode())
-                said = sock.recv(65536)
-                assert said.startswith(b"HTTP/1.1 401 "), (address, path)
+                answer = sock.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 401 "), (address, path)
 
 
 def test_an_unwanted_body_is_not_kept(faces: Faces) -> None:
@@ -231,8 +231,8 @@ def test_a_connection_ends_with_the_first_refusal(faces: Faces) -> None:
     for address in faces.each():
         with closing(faces.connect(address)) as sock:  # half-closed, /metrics would not be sent
             sock.sendall((good + bad + good).encode())
-            said = b"".join(iter(partial(sock.recv, 65536), b""))
-        statuses = re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)
+            answers = b"".join(iter(partial(sock.recv, 65536), b""))
+        statuses = re.findall(rb"^HTTP/1.1 (\d+)", answers, re.MULTILINE)
         assert statuses == [b"200", b"401"], address
 
 
@@ -267,9 +267,9 @@ def test_tokens_change_while_it_runs(
 
         def reload(text: str, line: str) -> None:
             tokens.write_text(text)
-            said = len(server.stderr)
+            seen = len(server.stderr)
             server.process.send_signal(signal.SIGHUP)
-            server.wait_until(lambda: line in server.stderr[said:], line)
+            server.wait_until(lambda: line in server.stderr[seen:], line)
 
         assert statuses() == {(200, 401)}
         kept = served.connect(served.plain("indexer"))
@@ -296,10 +296,10 @@ def test_a_reload_leaves_no_address_open(tmp_path: Path) -> None:
     tokens.write_text(TOKENS)
     others = "".join(f'{name}_bind = "off"\n' for name in ("slot_tracker", "selection"))
     port = find_free_port()
-    said = f'indexer_bind = "0.0.0.0:{port}"\nconductor_bind = "off"\n{others}'
-    config.write_text(f'{said}tokens_file = "{tokens}"\n')
+    settings = f'indexer_bind = "0.0.0.0:{port}"\nconductor_bind = "off"\n{others}'
+    config.write_text(f'{settings}tokens_file = "{tokens}"\n')
     with running(tmp_path, port, "serve", "--config", str(config)) as server:
-        config.write_text(said)
+        config.write_text(settings)
         server.process.send_signal(signal.SIGHUP)
         line = 'event=reload_refused reason="any client could use the '
         server.wait_logged(line)
@@ -475,9 +475,9 @@ def test_garbage_opens_nothing_and_leaves_nothing(faces: Faces) -> None:
     before = faces.descriptors()
     for address in faces.each():
         for name, data in GARBAGE.items():
-            said = faces.exchange(address, data)
-            statuses = set(re.findall(rb"^HTTP/1.1 (\d)", said, re.MULTILINE))
-            assert statuses <= {b"4"}, (address, name, said[:200])
+            answer = faces.exchange(address, data)
+            statuses = set(re.findall(rb"^HTTP/1.1 (\d)", answer, re.MULTILINE))
+            assert statuses <= {b"4"}, (address, name, answer[:200])
         if address.startswith("tls:"):
             for data in GARBAGE.values():  # bytes without TLS
                 assert b"HTTP/1.1 2" not in faces.exchange(address.removeprefix("tls:"), data)
@@ -524,11 +524,11 @@ def test_mutated_requests_hurt_nobody_and_open_nothing(faces: Faces) -> None:
 
     def attack(job: tuple[str, bytes]) -> bytes:
         address, data = job
-        said = faces.exchange(address, data)
-        if b"HTTP/1.1 2" in said:
+        answer = faces.exchange(address, data)
+        if b"HTTP/1.1 2" in answer:
             public = b"/health", b"/ready", b"/ui"  # the page's files hold no data
             assert any(map(data.__contains__, (*public, *known)))
-        return said
+        return answer
 
     jobs = []
     for number in range(MUTATED):
@@ -572,9 +572,9 @@ def test_secrets_that_everybody_may_read_are_warned_of(
         kvd.server.wait_logged(warned)
         check = ["config", "check", "--config", str(kvd.path)]
         assert main(check) == 0
-        said = capsys.readouterr()
-        assert said.out == "ok\n"
-        assert said.err == f"kvd: warning: every user can read the secret file {tokens}\n"
+        printed = capsys.readouterr()
+        assert printed.out == "ok\n"
+        assert printed.err == f"kvd: warning: every user can read the secret file {tokens}\n"
         kvd.server.process.send_signal(signal.SIGHUP)
         kvd.server.wait_until(lambda: kvd.server.stderr.count(warned) == 2, "warned again")
         tokens.chmod(0o600)

@@ -17,15 +17,15 @@ from tests.support.http_client import Client
 from tests.support.processes import START_DEADLINE_S, Server
 
 # Ten thousand, or as many as kvd lets wait with the available descriptors.
-CROWD = min(10_000, waiting_within(raise_limit()))
-LEAVING = CROWD // 10  # clients that leave before they are served
-DOOMED = CROWD // 5  # clients that allow only one worker, which is removed
+WAITING = min(10_000, waiting_within(raise_limit()))
+LEAVING = WAITING // 10  # clients that leave before they are served
+DOOMED = WAITING // 5  # clients that allow only one worker, which is removed
 PATIENCE_S = 600  # limit of a selection's wait: more than the slowest machine needs for the crowd
-BATCH = CROWD * 2 // 5  # tokens: the two workers that stay have room for the rest, one token each
+BATCH = WAITING * 2 // 5  # tokens: the two workers that stay have room for the rest, one token each
 RESERVED = 50  # reservations on each worker, beside the one that makes it busy
 
 
-class Crowd:
+class WaitingClients:
     """Clients that have sent a request and wait for the answer."""
 
     def __init__(self, server: Server) -> None:
@@ -122,7 +122,7 @@ class Service:
 def test_thousands_of_clients_are_held(kvd_process: Callable[..., Server]) -> None:
     environ = {
         "DYN_ROUTER_QUEUE_THRESHOLD": "1",
-        "KVD_HTTP_CONNECTIONS": str(CROWD + 10),
+        "KVD_HTTP_CONNECTIONS": str(WAITING + 10),
         "KVD_HTTP_HANDLER_S": str(PATIENCE_S),
         "KVD_ROUTER_QUEUE_S": str(PATIENCE_S),
     }
@@ -132,26 +132,26 @@ def test_thousands_of_clients_are_held(kvd_process: Callable[..., Server]) -> No
         for worker_id in (1, 2, 3):
             service.register(worker_id)
         before = service.rows(), service.descriptors()
-        crowd = Crowd(server)
-        for number in range(CROWD):
+        clients = WaitingClients(server)
+        for number in range(WAITING):
             members = {"allowed_worker_ids": [3]} if number < DOOMED else {}
-            crowd.ask(f"c{number}", **members)
-        service.wait_pending(CROWD)
+            clients.ask(f"c{number}", **members)
+        service.wait_pending(WAITING)
         assert service.rows() == before[0]
-        crowd.leave([f"c{number}" for number in range(CROWD - LEAVING, CROWD)])
-        service.wait_pending(CROWD - LEAVING)
+        clients.leave([f"c{number}" for number in range(WAITING - LEAVING, WAITING)])
+        service.wait_pending(WAITING - LEAVING)
 
         service.remove(3)
-        refused = crowd.answers(DOOMED)
+        refused = clients.answers(DOOMED)
         assert {status for status, _ in refused.values()} == {503}
         assert refused.keys() == {f"c{number}" for number in range(DOOMED)}
         service.do("DELETE", "/reservations/3-0", status=404)
-        service.wait_pending(CROWD - LEAVING - DOOMED)
+        service.wait_pending(WAITING - LEAVING - DOOMED)
         assert service.rows() == {id_: row for id_, row in before[0].items() if id_ != 3}
 
         service.do("POST", "/reservations/busy-1/prefill_complete")
         service.do("DELETE", "/reservations/busy-2")
-        check_served(service, crowd.answers(CROWD - LEAVING - DOOMED))
+        check_served(service, clients.answers(WAITING - LEAVING - DOOMED))
         check_nothing_left(service, before)
 
 
@@ -175,6 +175,6 @@ def check_nothing_left(service: Service, before: tuple[Any, int]) -> None:
     for worker_id in (1, 2, 3):
         service.register(worker_id)
     assert (service.rows(), service.descriptors()) == before
-    for name in ("c0", f"c{CROWD - 1}", f"c{DOOMED}"):  # refused, gone, served
+    for name in ("c0", f"c{WAITING - 1}", f"c{DOOMED}"):  # refused, gone, served
         service.reserve(name, 1, 1)
         service.do("DELETE", f"/reservations/{name}")

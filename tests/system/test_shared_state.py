@@ -169,8 +169,8 @@ class Fleet:
             face = "selection" if is_reservation else "slot-tracker"
             answer = kvd.client.get(kvd.url(face, path))
             if answer.status_code == 200:
-                said = answer.json()
-                found.add((name, said["worker_id"], said["dp_rank"]))
+                members = answer.json()
+                found.add((name, members["worker_id"], members["dp_rank"]))
         return found
 
     def agree(self) -> bool:
@@ -528,24 +528,29 @@ def test_what_is_said_of_a_model_holds_on_all(fleet: Fleet, server: StateServer)
     one, two, three = fleet.kvds
     paths = "/busy_threshold", "/policy", "/router_mode"
 
-    def said(kvd: Kvd) -> list[Any]:
+    def settings_of(kvd: Kvd) -> list[Any]:
         return [kvd.get("selection", path) for path in paths]
 
-    before = said(one)
+    before = settings_of(one)
     limits = {"model": "m", "active_decode_blocks_threshold": 0.5}
     assert one.post("selection", "/busy_threshold", limits).status_code == 200
     assert (
         two.post("selection", "/policy", {"model": "m", "router_policy": "kvd"}).status_code == 200
     )
-    wait(lambda: said(one) == said(two) == said(three) and "kvd" in str(said(one)[1]))
-    assert "0.5" in str(said(three)[0])
+    wait(
+        lambda: (
+            settings_of(one) == settings_of(two) == settings_of(three)
+            and "kvd" in str(settings_of(one)[1])
+        )
+    )
+    assert "0.5" in str(settings_of(three)[0])
     assert server.ask(b"FLUSHALL").startswith(b"+OK")
     with fleet.with_another() as late:
-        wait(lambda: said(late) == said(one))
+        wait(lambda: settings_of(late) == settings_of(one))
     for path in paths[:2]:
         url = three.url("selection", f"{path}?model_name=m")
         assert three.client.delete(url).status_code == 200
-    wait(lambda: all(said(kvd) == before for kvd in fleet.kvds))
+    wait(lambda: all(settings_of(kvd) == before for kvd in fleet.kvds))
 
 
 def test_what_ended_while_a_replica_was_down_is_not_booked_again(

@@ -82,8 +82,8 @@ class Fleet:
         """Waits for the only line with all these texts, and returns it."""
 
         def lines() -> list[str]:
-            said = self.server.stderr.splitlines()[self._lines_before :]
-            return [line for line in said if all(text in line for text in texts)]
+            logged = self.server.stderr.splitlines()[self._lines_before :]
+            return [line for line in logged if all(text in line for text in texts)]
 
         self.server.wait_until(lambda: bool(lines()), f"saying {texts}")
         (line,) = lines()
@@ -142,8 +142,8 @@ def test_blocks_of_another_size_are_said(fleet: Fleet, capsys: Capture) -> None:
     fleet.wait_shown("m", stream="degraded", loss=loss, ignored_events={"block_size": 1})
     line = fleet.wait_logged("event=stream_health", "health=degraded")
     assert "listener=m:default/1:0 " in line and f'loss="{loss}"' in line and "warn" in line
-    code, said = fleet.status(capsys)
-    assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
+    code, printed = fleet.status(capsys)
+    assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in printed
     # A batch of the right size does not make the others count.
     engine.publish({**stored(block_size=4), "seq": 1})
     fleet.wait_shown("m", stream="degraded", loss=loss, last_seq=1)
@@ -158,8 +158,8 @@ def test_a_stream_that_is_ignored_wholly_is_not_exact(fleet: Fleet, capsys: Capt
     loss = "all events were ignored: medium 1"
     fleet.wait_shown("m", stream="degraded", loss=loss, ignored_events={"medium": 1})
     fleet.wait_logged("event=stream_health", "health=degraded", f'loss="{loss}"')
-    code, said = fleet.status(capsys)
-    assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
+    code, printed = fleet.status(capsys)
+    assert code == 1 and f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in printed
     assert fleet.metric("kvd_events_ignored_total") == 1
     # Once other events count, ignored ones do not speak against the stream.
     engine.publish({**stored(block_size=4), "seq": 1})
@@ -222,9 +222,9 @@ def test_engines_that_cannot_be_reached_are_said(
             listener = f"listener={model}:default/1:0 "
             line = fleet.wait_logged("event=engine_quiet", "quiet=unreachable", listener)
             assert f'error="{error}"' in line and "warn" in line
-            code, said = fleet.status(capsys)
+            code, printed = fleet.status(capsys)
             row = f"  worker 1 of {model}/default: recovering, pending; rank 0: unreachable, "
-            assert code == 1 and row + error in said
+            assert code == 1 and row + error in printed
         assert fleet.metric("kvd_listener_unreachable_total") == len(found)
         assert fleet.metric("kvd_quiet_streams") == len(found)
 
@@ -252,9 +252,9 @@ def test_a_stream_that_is_connected_and_silent_is_said(fleet: Fleet, capsys: Cap
     assert shown["stream"] == "recovering" and shown["quiet_s"] >= STALE_S
     line = fleet.wait_logged("event=engine_quiet", "quiet=silent")
     assert "listener=m:default/1:0 " in line and engine.endpoint("pub") in line and "warn" in line
-    code, said = fleet.status(capsys)
+    code, printed = fleet.status(capsys)
     assert code == 1
-    assert "  worker 1 of m/default: recovering, active; rank 0: silent" in said
+    assert "  worker 1 of m/default: recovering, active; rank 0: silent" in printed
     assert fleet.metric("kvd_listener_silent_total") == 1
     engine.publish(stored(block_size=4))
     fleet.wait_shown("m", stream="exact", quiet=None)
@@ -287,8 +287,8 @@ def test_questions_that_never_match_are_said(fleet: Fleet, capsys: Capture) -> N
     assert (row["matched"], row["warning"]) == (0, warning)
     line = fleet.wait_logged("event=queries_never_match", "model=m")
     assert "tenant=default" in line and f"questions={UNMATCHED_QUESTIONS}" in line
-    code, said = fleet.status(capsys)
-    assert code == 1 and f"  m/default: {warning}" in said
+    code, printed = fleet.status(capsys)
+    assert code == 1 and f"  m/default: {warning}" in printed
     assert fleet.metric("kvd_unmatched_models") == 1
     ask(TOKENS)
     row = fleet.row("m")
@@ -379,14 +379,14 @@ def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
         assert ready.status_code == 200 and ready.json()["lifecycles"] == lifecycles
         assert "listeners" not in row(3) and row(3)["lifecycle"] == "incomplete"
         fleet.wait_logged("event=engine_quiet", "quiet=unreachable", "listener=m:default/2:0 ")
-        code, said = fleet.status(capsys)
+        code, printed = fleet.status(capsys)
         assert code == 1
-        assert f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in said
+        assert f"  worker 1 of m/default: degraded, active; rank 0: {loss}" in printed
         assert any(
-            line.startswith("  worker 2 of m/default: unschedulable: the ev") for line in said
+            line.startswith("  worker 2 of m/default: unschedulable: the ev") for line in printed
         )
         reason = "kv_events endpoint is required for dp_rank 0"
-        assert f"  worker 3 of m/default: incomplete: {reason}" in said
+        assert f"  worker 3 of m/default: incomplete: {reason}" in printed
         for worker_id in (1, 2, 3):
             assert fleet.status(capsys)[0] == 1
             fleet.client.delete(f"/workers/{worker_id}").raise_for_status()

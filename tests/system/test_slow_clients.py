@@ -99,10 +99,10 @@ def test_no_connection_lasts_longer_than_its_deadlines(faces: Faces) -> None:
     def attack(job: tuple[str, tuple[str, str, str, bytes, list[int]]]) -> None:
         address, (phase, head, body, more, wanted) = job
         with closing(faces.connect(address)) as sock:
-            said, seconds = drip(sock, (head + body).encode(), more)
-        statuses = [int(each) for each in re.findall(rb"HTTP/1.1 (\d+) ", said)]
+            answer, seconds = drip(sock, (head + body).encode(), more)
+        statuses = [int(each) for each in re.findall(rb"HTTP/1.1 (\d+) ", answer)]
         if wanted != [0]:  # 0: any status, for an empty body
-            assert statuses == wanted, (address, head, said)
+            assert statuses == wanted, (address, head, answer)
         if phase in ("head", "body"):
             assert seconds >= DEADLINES[phase], (address, head)
 
@@ -132,16 +132,16 @@ def test_who_says_nothing_is_gone(faces: Faces) -> None:
     before = faces.descriptors()
     with ThreadPoolExecutor(CLIENTS) as pool:
 
-        def say(address: str, sent: bytes) -> None:
+        def wait_silently(address: str, sent: bytes) -> None:
             with closing(faces.connect(address)) as sock:
                 assert drip(sock, sent, b"")[0] == b""
 
         waiting = []
         for address in faces.each():
-            waiting.append(pool.submit(say, address, b""))
+            waiting.append(pool.submit(wait_silently, address, b""))
             if address.startswith("tls:"):
                 for sent in (b"", b"\x16\x03\x01", b"\x16\x03\x01\x3f\xff\x01"):
-                    waiting.append(pool.submit(say, address.removeprefix("tls:"), sent))
+                    waiting.append(pool.submit(wait_silently, address.removeprefix("tls:"), sent))
         for each in waiting:
             each.result()
     faces.until(before)

@@ -172,9 +172,9 @@ def test_where_others_listen_is_told_from_where_they_are(
 ) -> None:
     face, method, path, body, is_url = place
     address = f"http://{host}:80/" if is_url else f"tcp://{host}:5557"
-    said = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
+    members = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
     before = listed(clients)
-    response = clients[face].request(method, path, json=said)
+    response = clients[face].request(method, path, json=members)
     assert response.status_code == 400, response.text
     assert everywhere(host.strip("[]")) in response.json()["error"]
     assert listed(clients) == before
@@ -186,10 +186,10 @@ def test_no_password_is_shown_to_others(
 ) -> None:
     face, method, path, body, is_url = place
     address = f"{'http' if is_url else 'tcp'}://me:secret@10.0.0.1:5557"
-    said = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
-    if "worker_id" in said:
-        said["endpoint"] = "http://me:secret@10.0.0.1"  # its HTTP address is listed, too
-    response = clients[face].request(method, path, json=said)
+    members = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
+    if "worker_id" in members:
+        members["endpoint"] = "http://me:secret@10.0.0.1"  # its HTTP address is listed, too
+    response = clients[face].request(method, path, json=members)
     assert "secret" not in response.text and "secret" not in listed(clients)
     if face == "selection":
         undo(clients)
@@ -198,8 +198,8 @@ def test_no_password_is_shown_to_others(
 def refuse(
     clients: Clients, face: str, method: str, path: str, body: dict[str, Any], address: str
 ) -> None:
-    said = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
-    response = clients[face].request(method, path, json=said)
+    members = json.loads(json.dumps(body).replace(json.dumps(ADDRESS), json.dumps(address)))
+    response = clients[face].request(method, path, json=members)
     answer = response.json()
     if face == "selection" and response.status_code in (200, 201, 422):
         # As in Dynamo, the selection service accepts such a worker, and shows this as a reason.
@@ -244,7 +244,7 @@ def test_nor_does_it_start_with_one(flags: list[str], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--workers=1=tcp://*:5557", "--block-size=16"], everywhere("*")),
         (["--workers=1=tcp://0.0.0.0:5557", "--block-size=16"], everywhere("0.0.0.0")),
@@ -259,14 +259,14 @@ def test_nor_does_it_start_with_one(flags: list[str], capsys: pytest.CaptureFixt
     ],
 )
 def test_what_is_no_address_is_said_at_the_start(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "check", *flags]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "message"),
     [
         (
             "--indexer-bind=*:8090",
@@ -285,8 +285,8 @@ def test_what_is_no_address_is_said_at_the_start(
     ],
 )
 def test_what_is_no_address_is_said_of_a_flag(
-    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+    flag: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["config", "check", flag])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

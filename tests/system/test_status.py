@@ -207,8 +207,8 @@ def test_rates_are_taken_between_two_looks(
 def test_a_face_that_is_not_there_is_an_exit_code_of_its_own(
     binds: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    nobody = [*binds[:3], f"--conductor-bind=127.0.0.1:{find_free_port()}"]
-    code, shown = status(capsys, *nobody)
+    unserved = [*binds[:3], f"--conductor-bind=127.0.0.1:{find_free_port()}"]
+    code, shown = status(capsys, *unserved)
     assert code == 2 and "refused" in shown["faces"]["conductor"]["error"]
     assert "error" not in shown["faces"]["indexer"] and shown["indexer"]["workers"] == []
     assert main(["status", "--interval=0", "--config", str(tmp_path / "none.toml")]) == 2
@@ -238,12 +238,12 @@ def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
     http_client.post(url(binds[3]) + "/register", json=publisher).raise_for_status()
     try:
         assert main(["status", "--interval=0", *binds]) == 1
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
     finally:
         left = {"instance_id": "a\u2028"}
         http_client.post(url(binds[3]) + "/unregister", json=left)
-    assert all(line.isprintable() for line in said.split("\n"))
-    assert r"publisher a\u2028 rank 0 of m\u2028indexer" in said
+    assert all(line.isprintable() for line in printed.split("\n"))
+    assert r"publisher a\u2028 rank 0 of m\u2028indexer" in printed
 
 
 def test_the_file_says_where_the_faces_are(
@@ -286,8 +286,8 @@ def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_p
     with running(tmp_path, port, "serve", bind, *off, "--tokens-file", str(tokens)):
         for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
             assert main(["status", "--interval=0", bind, *off, *flags]) == 2
-            said = capsys.readouterr().out
-            assert f"/metrics: {status_} " in said and "--token-file takes a file" in said
+            printed = capsys.readouterr().out
+            assert f"/metrics: {status_} " in printed and "--token-file takes a file" in printed
 
 
 def test_only_faces_that_are_on_are_asked() -> None:

@@ -41,7 +41,7 @@ class Mute(trio.abc.HostnameResolver):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [
         {"slot_tracker_bind": Binds((TcpBind("kvd.example", 0),))},
         {
@@ -52,8 +52,8 @@ class Mute(trio.abc.HostnameResolver):
     ],
     ids=["of a face", "of replica sync"],
 )
-async def test_a_name_that_is_looked_up_holds_up_no_stop(said: dict[str, object]) -> None:
-    given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | said
+async def test_a_name_that_is_looked_up_holds_up_no_stop(settings: dict[str, object]) -> None:
+    given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | settings
     config, reader, bounds = load(given, {}), ConfigReader(given, {}), DescriptorBounds(100, 100)
     trio.socket.set_custom_hostname_resolver(resolver := Mute())
     codes = []

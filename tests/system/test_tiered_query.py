@@ -142,8 +142,8 @@ def test_what_the_tiers_add_sums_to_what_query_by_hash_says(
             assert plain["scores"][str(instance)][str(dp_rank)] == device
             for name, depth in (("gpu", device), ("cpu", host), ("disk", disk)):
                 best[name] = max(best[name], depth)
-        said = plain["instances"].get(str(instance), {})
-        assert {name: said.get(name, 0) for name in best} == best
+        row = plain["instances"].get(str(instance), {})
+        assert {name: row.get(name, 0) for name in best} == best
 
 
 def test_the_external_tier_is_apart_from_the_disk() -> None:

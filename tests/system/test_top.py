@@ -228,5 +228,5 @@ def test_it_needs_a_terminal_to_draw_on() -> None:
 
 
 def test_it_needs_a_terminal() -> None:
-    said = "kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n"
-    assert run_command("top") == Ended(1, "", said)
+    message = "kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n"
+    assert run_command("top") == Ended(1, "", message)

@@ -190,10 +190,10 @@ def test_a_policy_of_the_file_replaces_no_other_setting(tmp_path: Path) -> None:
         file.write_text('[[policy]]\nmodel_name = "n"\nrouter_policy = "lmetric"\n')
         kvd.flags.append(f"--fleet-file={file}")
         kvd.start()
-        (said,) = kvd.get("selection", "/policy")["router_policies"]
-        assert said["router_policy"] == "lmetric"
-        (said,) = kvd.get("selection", "/busy_threshold")["thresholds"]
-        assert said["active_decode_blocks_threshold"] == 0.5
+        (entry,) = kvd.get("selection", "/policy")["router_policies"]
+        assert entry["router_policy"] == "lmetric"
+        (entry,) = kvd.get("selection", "/busy_threshold")["thresholds"]
+        assert entry["active_decode_blocks_threshold"] == 0.5
         kvd.stop()
 
 
@@ -307,8 +307,8 @@ def test_one_damaged_journal_of_two_is_named_and_none_counts(tmp_path: Path) -> 
         damaged = kvd.state / f"journal.{number - 1}"
         damaged.write_bytes(b"not a journal")
         kvd.start()
-        said = kvd.server.stderr  # type: ignore[union-attr]
-        assert f"event=state_refused file={damaged} " in said
+        log = kvd.server.stderr  # type: ignore[union-attr]
+        assert f"event=state_refused file={damaged} " in log
         assert (kvd.state / "journal.refused").read_bytes() == b"not a journal"
         assert not sound.exists()
         assert book(kvd, "r1").status_code == 201  # a new booking
@@ -397,8 +397,8 @@ def test_a_full_disk_costs_nothing_but_what_it_does_not_take(tmp_path: Path) -> 
         wait(lambda: kvd.metric("kvd_state_recording") == 0)  # the log cannot grow either
         assert book(kvd, "served").status_code == 201
         binds = [f"--{face}-bind=127.0.0.1:{port}" for face, port in kvd.ports.items()]
-        said = run_command("status", "--interval=0", *binds)
-        assert "bookings NOT recorded" in said.stdout
+        status = run_command("status", "--interval=0", *binds)
+        assert "bookings NOT recorded" in status.stdout
         assert _live(kvd.state) == ["before"]
         # Three at once: the journal, its successor and the registrations. A retry after a pause.
         wait(lambda: kvd.metric("kvd_state_failures_total") >= 4)

@@ -41,13 +41,13 @@ def workers(text: str, **given: object) -> list[tuple[int, int, str]]:
 
 
 def test_every_limit_of_http_can_be_said() -> None:
-    said = {setting.name: setting.default for setting in HTTP_SETTINGS}
+    settings = {setting.name: setting.default for setting in HTTP_SETTINGS}
     assert load({}, {}).http == HttpLimits()
-    assert len(said) == len(dataclasses.fields(HttpLimits))
-    for number, name in enumerate(said, 1):
-        said[name] = number if name == "http_busy_wait_us" else 2**22 + number
-    http = load(said, {}).http
-    assert sorted(dataclasses.asdict(http).values()) == sorted(said.values())
+    assert len(settings) == len(dataclasses.fields(HttpLimits))
+    for number, name in enumerate(settings, 1):
+        settings[name] = number if name == "http_busy_wait_us" else 2**22 + number
+    http = load(settings, {}).http
+    assert sorted(dataclasses.asdict(http).values()) == sorted(settings.values())
     for name, least in (("http_body_bytes", 2**21), ("http_head_bytes", 4096)):
         with pytest.raises(StartError, match=f"expected a number from {least}"):
             load({}, {f"KVD_{name.upper()}": str(least - 1)})
@@ -334,7 +334,7 @@ def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, share
     """The file and the environment are shared by all commands, a flag is for its command alone."""
     present = tmp_path / "present.pem"
     present.write_bytes(b"")
-    said = {
+    settings = {
         "indexer_bind": "tls:[::1]:2",
         "tls_certfile": f"{present}",
         "tls_keyfile": f"{present}",
@@ -344,10 +344,10 @@ def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, share
     given: dict[str, object] = {}
     if shared == "file":
         path = tmp_path / "kvd.toml"
-        path.write_text("".join(f'{name} = "{value}"\n' for name, value in said.items()))
+        path.write_text("".join(f'{name} = "{value}"\n' for name, value in settings.items()))
         given[CONFIG] = str(path)
     else:
-        environ = {f"KVD_{name.upper()}": value for name, value in said.items()}
+        environ = {f"KVD_{name.upper()}": value for name, value in settings.items()}
     tracker = {**dict.fromkeys(FACE_BINDS, OFF), "slot_tracker_bind": None, **given}
     config = load(tracker, environ)
     assert config.tls is None and config.indexer_bind is None
@@ -368,8 +368,8 @@ def test_behind_the_gateway_prompts_under_way_count() -> None:
     assert load({}, {}).router.predicted_ttl_s is None
     router = load(gateway, {}).router
     assert (router.predicted_ttl_s, router.predicted_bound) == (5.0, 1.177)
-    told = load(gateway, {"DYN_ROUTER_PREDICTED_TTL_SECS": "2.5"}).router
-    assert (told.predicted_ttl_s, told.predicted_bound) == (2.5, math.inf)
+    options = load(gateway, {"DYN_ROUTER_PREDICTED_TTL_SECS": "2.5"}).router
+    assert (options.predicted_ttl_s, options.predicted_bound) == (2.5, math.inf)
     load(gateway, {"DYN_ROUTER_USE_KV_EVENTS": "false"})
 
 

@@ -39,7 +39,7 @@ def write(path: Path, text: str) -> dict[str, object]:
 
 
 def values(held: dict[str, EffectiveSetting]) -> dict[str, object]:
-    return {name: said.value for name, said in held.items()}
+    return {name: setting.value for name, setting in held.items()}
 
 
 def example(setting: Setting) -> Any:
@@ -168,9 +168,9 @@ def test_no_complaint_is_more_than_a_line(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "check", f"--config={write(tmp_path / 'kvd.toml', text)[CONFIG]}"]) == 1
-    said = capsys.readouterr().err
-    assert said.endswith("\n")
-    assert said[:-1].isprintable(), said
+    complaint = capsys.readouterr().err
+    assert complaint.endswith("\n")
+    assert complaint[:-1].isprintable(), complaint
 
 
 def test_no_text_and_no_file(tmp_path: Path) -> None:
@@ -184,10 +184,10 @@ def test_no_text_and_no_file(tmp_path: Path) -> None:
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     text = 'log_level = "error"\nindexer_bind = "127.0.0.1:1"\nhttp_connections = 7\n'
-    said = write(tmp_path / "kvd.toml", text)
+    in_file = write(tmp_path / "kvd.toml", text)
     environ = {"KVD_LOG_LEVEL": "warning", "KVD_INDEXER_BIND": "127.0.0.1:2"}
     third = parse_face_binds("127.0.0.1:3")
-    held = resolve({**said, "indexer_bind": third}, environ)
+    held = resolve({**in_file, "indexer_bind": third}, environ)
     assert held["indexer_bind"] == EffectiveSetting(third, "--indexer-bind")
     assert held["log_level"] == EffectiveSetting("warning", "KVD_LOG_LEVEL")
     assert held["http_connections"] == EffectiveSetting(7, str(tmp_path / "kvd.toml"))
@@ -219,7 +219,7 @@ def in_toml(setting: Setting, text: str) -> str:
     return f"{setting.name} = {configfile.rendered(setting.parse(text))}\n"
 
 
-SAID = st.fixed_dictionaries(
+GIVEN_VALUES = st.fixed_dictionaries(
     {},
     optional={
         each.name: st.dictionaries(
@@ -232,16 +232,16 @@ SAID = st.fixed_dictionaries(
 
 @pytest.mark.slow("draws a value for every setting")
 @settings(max_examples=scaled(8))
-@given(said=SAID)
+@given(given_values=GIVEN_VALUES)
 def test_whatever_is_said_where_holds_by_one_rule(
-    said: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+    given_values: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Any settings in file, environment and flags at once, against a short form of the rule."""
     path = tmp_path_factory.getbasetemp() / "said.toml"
     flags: dict[str, object] = {CONFIG: str(path)}
     environ, lines, expected = {}, "", {}
     for setting in SETTINGS:
-        places = said.get(setting.name, {})
+        places = given_values.get(setting.name, {})
         if "file" in places:
             lines += in_toml(setting, places["file"])
         if "environment" in places:

@@ -162,14 +162,14 @@ def test_workers_are_instances_where_nobody_publishes(fleet: Fleet) -> None:
 
 def test_salted_blocks_of_before_the_first_question_are_found_by_tokens(fleet: Fleet) -> None:
     stream = fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
-    told = batch([*STORED, None, [["secret"], None, None]])
-    stream.apply(told)
+    payload = batch([*STORED, None, [["secret"], None, None]])
+    stream.apply(payload)
     usual = {"model": "m", "block_size": BLOCK_SIZE, "cache_salt": "secret"}
     assert fleet.answer("/query", usual | {"token_ids": TOKENS})["default"]["8"]["GPU"] == 12
     # Their sequence hashes could only be computed from the tokens, which are not kept.
     by_hash = usual | {"seq_hashes": SEQUENCES}
     assert fleet.answer("/query_by_hash", by_hash)["default"]["8"]["GPU"] == 0
-    stream.apply(told)
+    stream.apply(payload)
     assert fleet.asked(cache_salt="secret")["default"]["8"]["GPU"] == 12
     assert fleet.asked()["default"]["8"]["GPU"] == 0
 
@@ -429,8 +429,8 @@ def test_a_window_group_ends_a_prefix_on_every_face(fleet: Fleet, published: boo
 def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet: Fleet) -> None:
     _, publication = fleet.publisher("a", store=True)
     hashes = sequence_hashes(TOKENS, BLOCK_SIZE, 1337)
-    told = {"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}
-    publication.apply(batch(told))
+    store = {"event_type": "stored", "seq_hashes": hashes, "medium": "cpu"}
+    publication.apply(batch(store))
     part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
     assert part.stats()["waiting"] == 4
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE).apply(batch(STORED))
@@ -443,14 +443,14 @@ def test_what_a_store_tells_without_tokens_is_found_once_a_worker_has_told(fleet
 def test_a_question_tells_every_face_where_blocks_without_tokens_are(fleet: Fleet) -> None:
     """Only a store has announced them, by sequence hash; the first question has their tokens."""
     pool, publication = fleet.publisher("7", store=True)
-    told = {"event_type": "stored", "seq_hashes": SEQUENCES, "medium": "cpu"}
-    publication.apply(batch(told))
+    store = {"event_type": "stored", "seq_hashes": SEQUENCES, "medium": "cpu"}
+    publication.apply(batch(store))
     fleet.publisher("7")
     assert pool.stats() | {"asked": 0} == {"blocks": 0, "waiting": 4, "asked": 0, "matched": 0}
     assert fleet.workers() == {7: (0, 4, 4)}
     assert (pool.stats()["blocks"], pool.stats()["waiting"]) == (4, 0)
     assert fleet.rows()["7"]["CPU"] == 16
-    publication.apply(batch(told | {"event_type": "removed", "seq_hashes": SEQUENCES[1:]}))
+    publication.apply(batch(store | {"event_type": "removed", "seq_hashes": SEQUENCES[1:]}))
     assert fleet.workers() == {7: (0, 1, 1)}
 
 
@@ -458,11 +458,11 @@ def test_a_question_explains_only_its_own_beginning(fleet: Fleet) -> None:
     """Blocks behind one that no rank holds stay unexplained, and do not count as a beginning."""
     pool, publication = fleet.publisher("7", store=True)
     fleet.publisher("7")
-    told = {"event_type": "stored", "seq_hashes": [SEQUENCES[0], *SEQUENCES[2:]], "medium": "cpu"}
-    publication.apply(batch(told))
+    store = {"event_type": "stored", "seq_hashes": [SEQUENCES[0], *SEQUENCES[2:]], "medium": "cpu"}
+    publication.apply(batch(store))
     assert fleet.workers() == {7: (0, 1, 1)}
     assert pool.stats()["waiting"] == 2
-    publication.apply(batch(told | {"seq_hashes": [SEQUENCES[1]]}))
+    publication.apply(batch(store | {"seq_hashes": [SEQUENCES[1]]}))
     assert fleet.workers() == {7: (0, 4, 4)}
 
 
@@ -488,8 +488,8 @@ def test_a_long_prompt_is_explained_bit_by_bit(fleet: Fleet) -> None:
 def test_a_store_for_every_instance(fleet: Fleet, adapter: str) -> None:
     """It has no row; publishers and workers share its blocks, in whatever order they come."""
     source, publication = fleet.publisher("*", store=True)
-    told = {"event_type": "stored", "event_id": 1, "seq_hashes": [], "medium": "cpu"}
-    publication.apply(batch(told | {"object_key": f"m@tp_rank:0@{2:032x}"}))
+    store = {"event_type": "stored", "event_id": 1, "seq_hashes": [], "medium": "cpu"}
+    publication.apply(batch(store | {"object_key": f"m@tp_rank:0@{2:032x}"}))
     fleet.state.add_rank(RankKey(KEY, 8, 0), BLOCK_SIZE)
     stream = fleet.state.add_rank(RankKey(KEY, 9, 0), BLOCK_SIZE)
     fleet.publisher("a")
@@ -498,7 +498,7 @@ def test_a_store_for_every_instance(fleet: Fleet, adapter: str) -> None:
              "medium": "GPU"}  # fmt: skip
     stream.apply(batch(named))
     stream.apply(batch(["BlockRemoved", [1, 2, 3], "GPU"]))
-    publication.apply(batch(told | {"event_id": 2, "object_key": f"m@tp_rank:0@{1:032x}"}))
+    publication.apply(batch(store | {"event_id": 2, "object_key": f"m@tp_rank:0@{1:032x}"}))
     part = fleet.state.sized[(*KEY, BLOCK_SIZE)].conductor
     part.verify()
     assert source.stats()["waiting"] == 1  # the engine no longer has the first block's name

@@ -54,7 +54,7 @@ def written() -> dict[str, set[str]]:
 def documented() -> dict[str, set[str]]:
     text = (REPOSITORY / "docs/operations.md").read_text()
     section = text.partition("\n### Log events\n")[2].partition("\n## ")[0]
-    return {event: set(re.findall(r"`(\w+)`", said)) for event, said in ROW.findall(section)}
+    return {event: set(re.findall(r"`(\w+)`", row)) for event, row in ROW.findall(section)}
 
 
 def test_the_documentation_lists_every_event_and_no_other() -> None:

@@ -19,13 +19,15 @@ def test_every_cell_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     trace, figures = conversations(tmp_path), tmp_path / "figures.json"
     options = ["--rounds=1", "--jobs=1", "--windows=all", "--policy=dynamo", "--policy=kvd"]
     main([str(trace), *options, f"--pictures={tmp_path}", f"--json={figures}"])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     held = json.loads(figures.read_text())
     fleets = len(ENGINES) * len(CAPACITIES) * len(LOADS)
     assert [len(cells) for cells in held.values()] == [fleets, WORKLOADS]
     assert all(
         set(rounds) == {"dynamo", "kvd"} for cells in held.values() for rounds in cells.values()
     )
-    assert said.count("| kvd |") == fleets + WORKLOADS + 2  # each table, and a summary of each kind
+    assert (
+        printed.count("| kvd |") == fleets + WORKLOADS + 2
+    )  # each table, and a summary of each kind
     circles = ElementTree.parse(tmp_path / "trace-fleets.svg").findall(".//{*}circle")
     assert len(circles) > fleets

@@ -234,7 +234,7 @@ def test_prompts_can_be_made_unique_and_outputs_longer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "the file is empty"),
         ("{\n", "line 1"),
@@ -242,10 +242,10 @@ def test_prompts_can_be_made_unique_and_outputs_longer(tmp_path: Path) -> None:
         ('{"timestamp": 1}\n', "neither a trace in Mooncake's form nor a decision log"),
     ],
 )
-def test_what_is_no_trace_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
-    with pytest.raises(ReplayError, match=said):
+    with pytest.raises(ReplayError, match=message):
         read(path)
     with pytest.raises(ReplayError, match="No such file"):
         read(tmp_path / "none")
@@ -270,7 +270,7 @@ def test_an_engine_that_joins_is_not_chosen_before() -> None:
     assert outcome.chosen[2] == 1
 
 
-class Told:
+class RecordingReceiver:
     """A router that records the events it gets."""
 
     def __init__(self) -> None:
@@ -288,16 +288,16 @@ class Told:
 
 
 def test_late_events_keep_their_order() -> None:
-    told = Told()
-    late = Delayed(told, 1, (0.1, 0.2), 1)
+    receiver = RecordingReceiver()
+    late = Delayed(receiver, 1, (0.1, 0.2), 1)
     events = [Stored([number], None) for number in range(5)]
     for number, event in enumerate(events):
         late.hear(0, event, number / 100)
     (asked,) = requests((0.0, 600, 1, chain(1)))
     late.route(asked, list, 0.09)
-    assert told.heard == []
+    assert receiver.heard == []
     late.route(asked, list, 0.3)
-    assert told.heard == [(0, event, number / 100) for number, event in enumerate(events)]
+    assert receiver.heard == [(0, event, number / 100) for number, event in enumerate(events)]
 
 
 @pytest.mark.parametrize("synced", [True, False])
@@ -340,16 +340,16 @@ def test_the_command_prints_the_same_tables_again(
     picture, figures = tmp_path / "picture.svg", tmp_path / "figures.json"
     options = ["--engines", "3", "--capacity", "60", "--rounds", "2", "--jobs", "1"]
     output = ["--plot", str(picture), "--json", str(figures)]
-    said = []
+    printed = []
     for _ in range(2):
         assert (
             main(["replay", str(path), *options, *output, "--policy=dynamo", "--policy=kvd"]) == 0
         )
         captured = capsys.readouterr()
-        said.append(captured.out)
+        printed.append(captured.out)
         assert captured.err == ""  # no progress bar, as the output is no terminal
-    assert said[0] == said[1]
-    lines = said[0].splitlines()
+    assert printed[0] == printed[1]
+    lines = printed[0].splitlines()
     assert lines[0] == (
         "- requests: 48 in 17 s, 48 of them counted, 4,103 prompt tokens each; one cache without "
         "bounds would have had 74.6%"
@@ -363,7 +363,7 @@ def test_the_command_prints_the_same_tables_again(
     ]
     held = json.loads(figures.read_text())
     assert {name: len(rounds) for name, rounds in held.items()} == {"dynamo": 2, "kvd": 2}
-    assert f"| dynamo | {sum(each['cached'] for each in held['dynamo']) / 2:.1%} |" in said[0]
+    assert f"| dynamo | {sum(each['cached'] for each in held['dynamo']) / 2:.1%} |" in printed[0]
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 

@@ -86,7 +86,7 @@ class Face:
         ledgers = Ledgers()
         self.slots = SlotTrackers(300, ledgers)
         self.selections = Selections(state, registry, options, 300, Random(7), *clocks, ledgers)
-        self.told: list[Lifecycle] = []
+        self.published: list[Lifecycle] = []
         self.moments: list[Moment] = []
         trio.run(self._fill)
         routes = selection_routes(self.selections)
@@ -371,7 +371,7 @@ def test_steps_that_others_are_told_of_are_the_same_steps(
     requests: list[tuple[str, bytes]],
 ) -> None:
     alone, observed, beside = Face(), Face(), Face()
-    beside.selections.reservations.steps.subscribe(beside.told.append)
+    beside.selections.reservations.steps.subscribe(beside.published.append)
     for face in (observed, beside):
         moments = face.selections.reservations.moments
         moments.subscribe(lambda moment, of=face: of.moments.append(moment))
@@ -457,12 +457,12 @@ def test_sessions_that_are_followed_stay_on_their_ranks() -> None:
     for _ in range(3):
         status, answer = face.answered(RESERVE, usual(session_id='"b"'))
         assert status == 200
-        said = json.loads(answer)
-        place.append((said["worker_id"], said["dp_rank"]))
+        members = json.loads(answer)
+        place.append((members["worker_id"], members["dp_rank"]))
     assert len(set(place)) == 1
     bound = face.sessions()[0][IDS.index("b")]
     assert bound[:2] == place[0]
-    assert face.answered(FREE, said["reservation_id"].encode()) == (200, OK)
+    assert face.answered(FREE, members["reservation_id"].encode()) == (200, OK)
     assert face.sessions()[0][IDS.index("b")] != bound
 
 

@@ -35,7 +35,7 @@ class Face:
 
     def __init__(self) -> None:
         self.slots = SlotTrackers(300, clock=lambda: NOW)
-        self.told: list[Lifecycle] = []
+        self.published: list[Lifecycle] = []
         self.moments: list[Moment] = []
         for tenant in (DEFAULT_TENANT, "other"):
             self.fill(Tracker(PartitionKey("m", tenant), 16), "a", "b")
@@ -125,7 +125,7 @@ def test_steps_that_replicas_are_told_of_are_the_same_steps(
 ) -> None:
     """The handlers take a step themselves unless a replica has to be notified of it."""
     alone, observed, beside = Face(), Face(), Face()
-    beside.slots.steps.subscribe(beside.told.append)
+    beside.slots.steps.subscribe(beside.published.append)
     for face in (observed, beside):
         face.slots.moments.subscribe(lambda moment, of=face: of.moments.append(moment))
     for path, body in requests:

@@ -32,8 +32,8 @@ class Slots(SlotTrackers):
 
     def __init__(self) -> None:
         super().__init__(EXPIRY_S)
-        self.told: list[Lifecycle] = []
-        self.steps.subscribe(self.told.append)
+        self.published: list[Lifecycle] = []
+        self.steps.subscribe(self.published.append)
         self.register(KEY, 7, BLOCK, 0, 2)
 
     def book(
@@ -112,7 +112,7 @@ def test_nothing_is_booked_on_a_worker_whose_requests_end_in_slices() -> None:
         assert slots.book(f"beside {len(left)}", 1, worker=8)
     assert left == [len(names), REMOVAL_SLICE + 1, 1]  # the last one is on worker 8
     assert slots.loads() == [(8, 0, 96, 1)]
-    assert {each.request_id for each in slots.told if each.step is Step.FREE} == set(names)
+    assert {each.request_id for each in slots.published if each.step is Step.FREE} == set(names)
     slots.register(KEY, 7, BLOCK, 0, 2)
     assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0), (8, 0, 96, 1)]
     assert slots.book(names[0], 2)
@@ -255,7 +255,7 @@ def test_refused_requests_have_their_errors() -> None:
     for worker, rank in ((8, 0), (7, 2)):
         with refused(NotFound):
             slots.book("x", worker=worker, rank=rank)
-    assert len(slots.told) == 513
+    assert len(slots.published) == 513
 
 
 # ---- expiry
@@ -275,7 +275,7 @@ def test_requests_expire_by_the_time_of_their_admission() -> None:
     for age in range(4):
         slots.book(str(age), age, now=float(age))
     slots.prefill_complete(slots.tracker(*KEY), "0")  # does not renew its age
-    slots.told.clear()
+    slots.published.clear()
     assert sum(steps(slots, EXPIRY_S)) == 0  # requests expire when they are older, not as old
     assert sum(steps(slots, EXPIRY_S + 1.5)) == 2
     assert slots.loads() == [(7, 0, 96, 2), (7, 1, 0, 0)]
@@ -284,7 +284,7 @@ def test_requests_expire_by_the_time_of_their_admission() -> None:
     assert slots.book("1", 1, now=EXPIRY_S + 2)
     assert sum(steps(slots, EXPIRY_S + 4)) == 2
     assert slots.loads() == [(7, 0, 48, 1), (7, 1, 0, 0)]
-    assert [event.step for event in slots.told] == [Step.ADD]  # replicas have their own clocks
+    assert [event.step for event in slots.published] == [Step.ADD]  # replicas have their own clocks
 
 
 @pytest.mark.parametrize("count", [0, 1, EXPIRY_SLICE - 1, EXPIRY_SLICE, 5 * EXPIRY_SLICE + 3])
@@ -349,7 +349,7 @@ def test_replicas_are_told_every_step_that_succeeds_once() -> None:
             faulty()
     added = event(Step.ADD, "a", 7, 1, 1, -22)
     completed = event(Step.PREFILL_COMPLETE, "a", 7, 1)
-    assert slots.told == [
+    assert slots.published == [
         added,
         event(Step.ADD, "b"),
         completed,
@@ -362,7 +362,7 @@ def test_what_came_from_a_replica_is_not_told_on() -> None:
     slots = Slots()
     for step in (Step.ADD, Step.PREFILL_COMPLETE, Step.FREE):
         assert slots.apply(event(step, "a", 7, 0, 1, 2), 0.0) is Outcome.APPLIED
-    assert slots.told == []
+    assert slots.published == []
     assert slots.requests() == 0
 
 
@@ -371,7 +371,7 @@ def test_who_ends_a_request_tells_whoever_admitted_it() -> None:
     slots.apply(event(Step.ADD, "theirs", 7, 1, 1), 0.0)
     slots.prefill_complete(slots.tracker(*KEY), "theirs")
     slots.end(slots.tracker(*KEY), "theirs")
-    assert slots.told == [
+    assert slots.published == [
         event(Step.PREFILL_COMPLETE, "theirs", 7, 1),
         event(Step.FREE, "theirs", 7, 1),
     ]
@@ -383,12 +383,12 @@ def test_unregistering_frees_every_request_of_the_worker_on_replicas() -> None:
     slots.book("elsewhere", 1, worker=8)
     slots.book("ours", 1, rank=1)
     slots.apply(event(Step.ADD, "theirs", 7, 0, 1), 0.0)
-    slots.told.clear()
+    slots.published.clear()
     list(slots.leave(KEY, 7))
-    assert slots.told == [event(Step.FREE, "theirs", 7, 0), event(Step.FREE, "ours", 7, 1)]
+    assert slots.published == [event(Step.FREE, "theirs", 7, 0), event(Step.FREE, "ours", 7, 1)]
     assert slots.loads() == [(8, 0, 48, 1)]
     list(slots.leave(KEY, 8))
-    assert slots.told[2:] == [event(Step.FREE, "elsewhere", 8, 0)]
+    assert slots.published[2:] == [event(Step.FREE, "elsewhere", 8, 0)]
 
 
 def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
@@ -459,12 +459,12 @@ def test_what_does_not_fit_is_dropped_and_changes_nothing(outcome: Outcome) -> N
         slots.book(str(number), tokens=MAX_TOKENS)
     slots.book("last", tokens=MAX_TOKENS - 48)
     before = slots.loads(), slots.tracker(*KEY).ledger.request("live")
-    slots.told.clear()
+    slots.published.clear()
     for misfit in MISFITS[outcome]:
         assert slots.apply(misfit, 0.0) is outcome
         assert (slots.loads(), slots.tracker(*KEY).ledger.request("live")) == before
     assert slots.apply(FITTING, 0.0) is Outcome.APPLIED
-    assert slots.told == []
+    assert slots.published == []
 
 
 def test_a_mirrored_request_is_like_any_other() -> None:

@@ -19,7 +19,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import TOPIC, Lifecycle, Outcome, Step, decode, encode
 from kvd_core.json.scan import BodyScanner
-from tests.models.slots_model import ModelSlots, Told
+from tests.models.slots_model import ModelSlots, Published
 from tests.support.budget import scaled
 
 HASHES = BodyScanner({"sequence_hashes": "i64"}, ())
@@ -39,22 +39,22 @@ class Replica:
         self.slots = SlotTrackers(EXPIRY_S)
         self.slots.steps.subscribe(self._publish)
         self.model = ModelSlots(EXPIRY_S)
-        self.told: list[Lifecycle] = []
+        self.published: list[Lifecycle] = []
         self.sent: deque[bytes] = deque()  # to the other replica
         self.now = 0.0
 
     def _publish(self, event: Lifecycle) -> None:
-        self.told.append(event)
+        self.published.append(event)
         self.sent.append(encode(event, self.router_id))
 
-    def check(self, expected: Told | None, step: Callable[[], object]) -> None:
+    def check(self, expected: Published | None, step: Callable[[], object]) -> None:
         """Takes a step; it must be refused if None is expected, else publish these events."""
-        self.told = []
+        self.published = []
         try:
             step()
         except KvdError:
             assert not expected
-        told = [
+        published = [
             (
                 e.step,
                 e.request_id,
@@ -63,9 +63,9 @@ class Replica:
                 array("Q", e.hashes).tolist(),
                 e.prefill_tokens,
             )
-            for e in self.told
+            for e in self.published
         ]
-        assert told == (expected or [])
+        assert published == (expected or [])
 
     # ---- steps
 
@@ -111,9 +111,9 @@ class Replica:
         assert not isinstance(decoded, Refused)
         assert decoded.router_id != self.router_id
         expected = self.model.apply(decoded, self.now)
-        self.told = []
+        self.published = []
         assert self.slots.apply(decoded, self.now) is expected
-        assert self.told == []
+        assert self.published == []
         return expected
 
     # ---- comparisons

@@ -88,8 +88,8 @@ async def test_sessions_count_where_no_tokens_are_known() -> None:
         assert (await gateway.about(headers=headers)).session is None
         assert (await gateway.about(headers=headers, documents=[])).session == "s"
         assert (await gateway.about("/v1/messages", headers=headers)).session == "s"
-        told = {"messages": [{"role": "user", "content": "hi"}]}
-        text = (await gateway.about("/v1/messages", **told)).session
+        members = {"messages": [{"role": "user", "content": "hi"}]}
+        text = (await gateway.about("/v1/messages", **members)).session
         assert text is not None and text.startswith("text-")
         assert (await gateway.about("/v1/embeddings", input="hi")).session is None
 

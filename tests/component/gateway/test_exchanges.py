@@ -119,7 +119,7 @@ def dechunked(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("said", "outcome"),
+    ("sent", "outcome"),
     [
         (b"", ExchangeOutcome.NO_ANSWER),
         (b"HTTP/1.1 200 OK\r\n", ExchangeOutcome.BROKEN),
@@ -151,9 +151,9 @@ def dechunked(data: bytes) -> bytes:
     ],
 )
 async def test_an_engine_that_breaks_off_costs_the_client_nothing(
-    said: bytes, outcome: ExchangeOutcome
+    sent: bytes, outcome: ExchangeOutcome
 ) -> None:
-    async with relaying(answering(said)) as (exchanges, engine, _), client() as (fd, stream):
+    async with relaying(answering(sent)) as (exchanges, engine, _), client() as (fd, stream):
         with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
             assert await exchange.begins() is None
             assert exchange.ending().outcome is outcome
@@ -209,9 +209,9 @@ async def test_an_answer_that_should_have_no_body_may_have_one(lines: bytes, kep
 
 async def test_an_error_is_no_stream_of_events() -> None:
     """It is held until it is whole, so that another engine can be tried."""
-    said = STREAM.replace(b"200 OK", b"503 Busy") + chunks(b"data: 1\n\n")
+    refusal = STREAM.replace(b"200 OK", b"503 Busy") + chunks(b"data: 1\n\n")
     rest = chunks(b"data: 2\n\n") + b"0\r\n\r\n"
-    script = answering(said, rest)
+    script = answering(refusal, rest)
     async with relaying(script) as (exchanges, engine, _), client() as (fd, _stream):
         with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
             answer = await exchange.begins()
@@ -328,8 +328,8 @@ async def test_a_silent_stream_is_filled_between_events_alone() -> None:
             got += await received(stream, b"0\r\n\r\n")
         assert ending.outcome is ExchangeOutcome.COMPLETE
         assert ending.tail == b"data: 1\n\ndata: 2\n\n"  # as the engine sent it, without filler
-        told = dechunked(got.removeprefix(STREAM))
-        assert told == b"data: 1\n\n" + filler * filled + b"data: 2\n\n"
+        body = dechunked(got.removeprefix(STREAM))
+        assert body == b"data: 1\n\n" + filler * filled + b"data: 2\n\n"
 
 
 async def test_silence_ends_an_exchange() -> None:

@@ -32,7 +32,7 @@ from tests.support.zmtp_fakes import until
 NAME = "vllm.test"
 LOADS = 6  # clients that send one request after the other
 LOOKUP_S, LOOKUP_EVERY_S = 0.05, 0.02
-NOBODY_ANSWERS = 3600.0  # seconds
+NO_ANSWER_S = 3600.0  # seconds
 
 
 class Fleet:
@@ -101,14 +101,16 @@ class Fleet:
 
         async def stream() -> None:
             body = {"model": "demo", "prompt": [1], "max_tokens": 200, "stream": True}
-            said = b""
+            received = b""
             async with self.client.http.stream("POST", "/v1/completions", json=body) as response:
                 try:
                     async for piece in response.aiter_raw():
-                        if not said:
+                        if not received:
                             begun.append(None)
-                        said += piece
-                    ends["whole" if said.endswith(b"data: [DONE]\n\n") else "quietly short"] += 1
+                        received += piece
+                    ends[
+                        "whole" if received.endswith(b"data: [DONE]\n\n") else "quietly short"
+                    ] += 1
                 except httpx.RemoteProtocolError:
                     ends["cut"] += 1
 
@@ -124,7 +126,7 @@ async def fleet(*options: EngineOptions, certificate: Path | None = None) -> Asy
     """Yields engines, the first one behind the name, with TLS if there is a certificate."""
     names = Names()
     tls = None if certificate is None else tls_of(certificate)
-    trust = None if certificate is None else UpstreamTls(ca=certificate / "cert.pem")
+    trust = None if certificate is None else UpstreamTls(ca_file=certificate / "cert.pem")
     scheme = "" if certificate is None else "https://"
     trio.socket.set_custom_hostname_resolver(names)
     dialer = Dialer(lookup_s=LOOKUP_S, lookup_every_s=LOOKUP_EVERY_S)
@@ -158,7 +160,7 @@ async def test_no_request_fails_while_addresses_come_and_go() -> None:
             await here.go_on()
             await here.fail()  # NXDOMAIN
             await here.go_on()
-            await here.fail(NOBODY_ANSWERS)
+            await here.fail(NO_ANSWER_S)
             await here.go_on()
             assert here.inner.serving() == {second.url}
             await here.mean(third)  # replaces all engines at once
@@ -178,11 +180,11 @@ async def test_no_request_fails_while_a_fleet_file_replaces_all_engines(tmp_path
         targets = {"upstream": UpstreamTarget(here.inner.upstreams)}
         file = FleetFileFollower(path, EgressPolicy(), targets)
 
-        async def say(*engines: Running) -> None:
+        async def list_engines(*engines: Running) -> None:
             path.write_text("".join(f'[[upstream]]\nurl = "{one.url}"\n' for one in engines))
             await file.read()
 
-        await say(first)
+        await list_engines(first)
         await here.inner.until_serving(by_name.url, first.url)
         here.inner.upstreams.unwant(here.wanted, SETTINGS)
         assert here.inner.serving() == {first.url}
@@ -190,11 +192,11 @@ async def test_no_request_fails_while_a_fleet_file_replaces_all_engines(tmp_path
             for number in range(LOADS):
                 nursery.start_soon(here.load, bool(number % 2))
             await here.go_on()
-            await say(second)
+            await list_engines(second)
             assert here.inner.serving() == {second.url}
             await here.go_on()
             first.end()
-            await say(first, third)
+            await list_engines(first, third)
             assert here.inner.serving() == {third.url}
             await here.go_on()
             here.stop()

@@ -19,7 +19,7 @@ from tests.support.relaying import relaying
 MODELS = {"data": [{"id": "demo"}]}
 
 
-async def ask(said: dict[str, object]) -> EngineKind | None:
+async def ask(answers: dict[str, object]) -> EngineKind | None:
     """Probes an engine that answers the paths in `said`, and others with 404.
 
     Returns None if it is not an engine.
@@ -33,8 +33,8 @@ async def ask(said: dict[str, object]) -> EngineKind | None:
                 head, _, data = data.partition(b"\r\n\r\n")
                 path = head.split(b" ")[1].decode()
                 data = b"" if path.endswith("render") else data
-                body = json.dumps(said.get(path)).encode()
-                status = 200 if path in said else 404
+                body = json.dumps(answers.get(path)).encode()
+                status = 200 if path in answers else 404
                 line = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
                 await stream.send_all(line + body)
 
@@ -47,7 +47,7 @@ async def ask(said: dict[str, object]) -> EngineKind | None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answers",
     [
         {"/v1/models": {"data": 5}},
         {"/v1/models": {"data": {"id": "demo"}}},
@@ -65,8 +65,8 @@ async def ask(said: dict[str, object]) -> EngineKind | None:
         },
     ],
 )
-async def test_an_engine_that_makes_no_sense_is_none(said: dict[str, object]) -> None:
-    assert await ask(said) is None
+async def test_an_engine_that_makes_no_sense_is_none(answers: dict[str, object]) -> None:
+    assert await ask(answers) is None
 
 
 async def test_an_engine_that_says_little_is_one() -> None:
@@ -76,8 +76,12 @@ async def test_an_engine_that_says_little_is_one() -> None:
 @pytest.mark.parametrize("rank", ["9" * 5000, "\u0663", "-1", ""])
 async def test_ranks_that_are_none_are_passed_over(rank: str) -> None:
     source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
-    said = {"/version": {"version": "1"}, "/v1/models": MODELS, "/kv_event_sources": {rank: source}}
-    assert await ask(said) is EngineKind.VLLM
+    answers = {
+        "/version": {"version": "1"},
+        "/v1/models": MODELS,
+        "/kv_event_sources": {rank: source},
+    }
+    assert await ask(answers) is EngineKind.VLLM
 
 
 def test_numbers_too_long_to_read_are_not_said() -> None:

@@ -255,9 +255,9 @@ def test_an_exchange_that_cannot_begin_leaves_nothing(turns: Turns) -> None:
 
 
 @pytest.mark.parametrize(
-    "says", [b"", b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"]
+    "sent", [b"", b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"]
 )
-def test_a_kept_connection_that_has_news_has_ended(turns: Turns, says: bytes) -> None:
+def test_a_kept_connection_that_has_news_has_ended(turns: Turns, sent: bytes) -> None:
     """The next request takes a new connection; bytes that came unasked are not its answer."""
     relay = turns.relay
     listener, engine = turns.engine()
@@ -269,7 +269,7 @@ def test_a_kept_connection_that_has_news_has_ended(turns: Turns, says: bytes) ->
         assert relay.answer(exchange).held == b"ok"
         relay.drop(exchange)
         assert relay.idle(engine) == 1
-        stream.sendall(says)
+        stream.sendall(sent)
         stream.shutdown(socket.SHUT_WR)
         turns.until(lambda: relay.idle(engine) == 0)
     assert (relay.stats()["connected"], relay.stats()["sent_again"]) == (2, 0)

@@ -251,7 +251,7 @@ async def test_a_kvd_that_was_restarted_unnoticed_is_told_when_it_refuses(tmp_pa
 
 async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, [kvd]):
-        told = 0
+        reported = 0
         for count in (1, 3 * MAX_ROW):
             questions = [gateway.question() for _ in range(count)]
             for each in questions:
@@ -263,8 +263,8 @@ async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) 
                 gateway.choices.free(each.reservation_id)
             await until(lambda: not kvd.booked)
             reports = [account.reports for _, account in kvd.service.selections.regret.rows()]
-            told += count
-            assert sum(reports) == told
+            reported += count
+            assert sum(reports) == reported
         await kvd.end()
         await kvd.start()
         question = gateway.question()
@@ -347,10 +347,10 @@ async def test_an_engine_that_does_not_fit_is_named(tmp_path: Path) -> None:
         assert reasons == ["block_size 8 differs from 4 of its model"]
 
 
-@pytest.mark.parametrize("said", [b"[]", b"{}", b"[[]]", b"5", b"[" * 100_000, b"[5]"])
-async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"[[]]", b"5", b"[" * 100_000, b"[5]"])
+async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, body: bytes) -> None:
     def answer(request: Request) -> Response:
-        return Response(200, said)
+        return Response(200, body)
 
     async with asking(tmp_path) as (gateway, [kvd]):
         await kvd.end()
@@ -374,7 +374,7 @@ async def test_an_engine_that_became_another_is_described_anew(tmp_path: Path) -
 
 async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, [kvd]):
-        told = WorkerRecord(
+        record = WorkerRecord(
             7,
             "other",
             endpoint="http://gpu7:8000",
@@ -384,9 +384,9 @@ async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
             total_kv_blocks=1000,
             kv_events_endpoints={2: "tcp://127.0.0.1:1", 3: "tcp://127.0.0.1:2"},
         )
-        assert await gateway.choices.register(told) == []
-        assert kvd.service.selections.workers.entries[7].record == told
-        assert matches(told.shown(WorkerLifecycle.SCHEDULABLE, []), described(told))
+        assert await gateway.choices.register(record) == []
+        assert kvd.service.selections.workers.entries[7].record == record
+        assert matches(record.shown(WorkerLifecycle.SCHEDULABLE, []), described(record))
 
 
 def test_a_question_has_what_was_asked_for() -> None:
@@ -407,9 +407,13 @@ def test_a_question_has_what_was_asked_for() -> None:
         "allowed_worker_ids": [1, 2],
     }
     pool.match(b"", b"", 5)  # only the number of tokens is known
-    said = json.loads(body_of(question, "b", pool.hold(), None))
-    assert (said["isl_tokens"], said["block_hashes"], said["sequence_hashes"]) == (5, [], [])
-    assert "allowed_worker_ids" not in said
+    members = json.loads(body_of(question, "b", pool.hold(), None))
+    assert (members["isl_tokens"], members["block_hashes"], members["sequence_hashes"]) == (
+        5,
+        [],
+        [],
+    )
+    assert "allowed_worker_ids" not in members
 
 
 async def silent(request: object) -> Response:

@@ -19,7 +19,7 @@ from tests.support.relaying import Script, relaying
 from tests.support.zmtp_fakes import until
 
 URL = "http://127.0.0.1:8000"
-TOLD = b'HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{"tokens":[1,2,3,4]}'
+TOKENS_ANSWER = b'HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{"tokens":[1,2,3,4]}'
 
 
 def answering(*answers: bytes) -> Script:
@@ -52,7 +52,11 @@ def tokens_of(exchanges: Exchanges) -> tuple[Tokens, GatewayStats]:
 
 
 async def test_one_turn_is_asked_for_after_the_other() -> None:
-    async with relaying(answering(TOLD, TOLD, TOLD)) as (exchanges, engine, _):
+    async with relaying(answering(TOKENS_ANSWER, TOKENS_ANSWER, TOKENS_ANSWER)) as (
+        exchanges,
+        engine,
+        _,
+    ):
         tokens, stats = tokens_of(exchanges)
         for number in range(3):
             tokens.ask_later(later(engine, number))
@@ -63,7 +67,7 @@ async def test_one_turn_is_asked_for_after_the_other() -> None:
 
 async def test_what_an_engine_does_not_say_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LATER_S", 0.01)
-    async with relaying(answering(), answering(TOLD)) as (exchanges, engine, _):
+    async with relaying(answering(), answering(TOKENS_ANSWER)) as (exchanges, engine, _):
         tokens, stats = tokens_of(exchanges)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokens.run)

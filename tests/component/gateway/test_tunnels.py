@@ -30,7 +30,7 @@ async def served(
     certificate: Path, connect_s: float = NOT_MY_FAULT_S
 ) -> AsyncIterator[tuple[InnerGateway, Running]]:
     """Yields a gateway of one engine with TLS, once that serves, and the engine."""
-    trust = UpstreamTls(ca=certificate / "cert.pem")
+    trust = UpstreamTls(ca_file=certificate / "cert.pem")
     async with (
         engines(EngineOptions(events=False), tls=tls_of(certificate)) as (one,),
         inner_gateway(Wanted(one.url), tls=trust, limits=RelayLimits(connect_s)) as inner,
@@ -45,7 +45,7 @@ async def ask(inner: InnerGateway) -> Reply:
         return await client.request("POST", CHAT, body)
 
 
-async def says_nothing(stream: trio.SocketStream) -> None:
+async def stay_silent(stream: trio.SocketStream) -> None:
     async with stream:
         await trio.sleep_forever()
 
@@ -59,7 +59,7 @@ async def speaks_plainly(stream: trio.SocketStream) -> None:
 @pytest.mark.parametrize(
     ("serve", "cause", "text"),
     [
-        (says_nothing, "connect_time", "no connection was accepted in time"),
+        (stay_silent, "connect_time", "no connection was accepted in time"),
         (speaks_plainly, "no_answer", "the connection was closed before an answer"),
         (None, "unreachable", "unreachable: nothing accepts connections there"),
     ],
@@ -70,7 +70,7 @@ async def test_a_connection_that_fails_has_its_own_cause(
     cause: str,
     text: str,
 ) -> None:
-    connect_s = HANDSHAKE_S if serve is says_nothing else NOT_MY_FAULT_S
+    connect_s = HANDSHAKE_S if serve is stay_silent else NOT_MY_FAULT_S
     async with served(certificate, connect_s) as (inner, one), trio.open_nursery() as nursery:
         one.end()
         if serve is not None:

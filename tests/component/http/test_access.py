@@ -43,7 +43,7 @@ def lines() -> Iterator[Lines]:
 
 def turned_on(face: str = "test") -> AccessLog:
     access = AccessLog(face)
-    access.on = True
+    access.enabled = True
     return access
 
 

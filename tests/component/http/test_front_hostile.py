@@ -140,7 +140,7 @@ TARGETS = (
     *(b"/", b"//", b"//[", b"/;", b"/%", b"/%00", b"/%ff", b"/?", b"/?a=%ff&&=;", b"/?%", b"/[::"),
     *(b"http://[/", b"http://a..b/", b"http://:x/", b"http://%/", b"/\xff", b"/a:b@c", b"/%2f%2e"),
 )
-ANYBODY = Token("anybody", Scope.ANY, b"0123456789abcdef")  # its holder needs no host header
+TOKEN = Token("anybody", Scope.ANY, b"0123456789abcdef")  # its holder needs no host header
 
 
 def _odd_head(chance: random.Random) -> bytes:
@@ -148,7 +148,7 @@ def _odd_head(chance: random.Random) -> bytes:
     target = b"/app/describe"
     if chance.random() < 0.3:
         target = chance.choice((b"", b"/app/describe", b"/app/named")) + chance.choice(TARGETS)
-    headers = [b"authorization: Bearer " + ANYBODY.secret, b"host: " + chance.choice(HOSTS)]
+    headers = [b"authorization: Bearer " + TOKEN.secret, b"host: " + chance.choice(HOSTS)]
     headers += [b"%b: %b" % (n, chance.choice(VALUES)) for n in chance.choices(NAMES, k=3)]
     method = chance.choice((b"GET", b"POST", b"DELETE", b"PUT"))
     return b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (method, target, b"\r\n".join(headers))
@@ -157,7 +157,7 @@ def _odd_head(chance: random.Random) -> bytes:
 async def test_no_head_makes_the_application_stumble(layers: str) -> None:
     """Whatever headers, URLs and queries contain, there is an answer and no traceback."""
     chance = random.Random(26)
-    async with serving(policy=AccessPolicy((ANYBODY,))) as running:
+    async with serving(policy=AccessPolicy((TOKEN,))) as running:
         for _ in range(MUTATED[layers] // 3):
             data = _odd_head(chance)
             async with running.client() as client:

@@ -90,8 +90,8 @@ async def test_who_is_missed_least_makes_way(layers: str) -> None:
         begun = await come()
         await begun.send(b"GET /describe HTTP/1.1\r\n")
         await eventually(lambda: _phases(running)[ConnectionPhase.HEAD] == 1)
-        strangers = [await come("/open"), await come("/open"), await come("/open")]
-        for gone in (*strangers, *new, begun, *known):
+        unknown = [await come("/open"), await come("/open"), await come("/open")]
+        for gone in (*unknown, *new, begun, *known):
             await expect(gone)
         assert (stats.connections_open, stats.connections_displaced) == (8, 8)
         async with running.client() as late:
@@ -192,16 +192,16 @@ async def test_those_who_wait_take_nobody_s_place() -> None:
     routes = (*ROUTES, Route("GET", "/hold", hold, hot=True))
     async with serving(routes=routes, connections=10) as running, AsyncExitStack() as opened:
         stats = running.front.stats
-        crowd = []
+        newcomers = []
         for number in range(1, 41):
-            crowd.append(await opened.enter_async_context(running.client()))
-            await crowd[-1].send(b"GET /hold HTTP/1.1\r\nhost: kvd\r\n\r\n")
+            newcomers.append(await opened.enter_async_context(running.client()))
+            await newcomers[-1].send(b"GET /hold HTTP/1.1\r\nhost: kvd\r\n\r\n")
             await eventually(lambda number=number: stats.connections_waiting == number)
         for path in ("/describe", "/app/describe"):
             async with running.client() as operator:
                 assert (await operator.request("GET", path)).status == 200
         released.set()
-        for client in crowd:
+        for client in newcomers:
             assert (await client.read_reply()).body == b"late"
         assert stats.connections_waiting == stats.connections_refused == 0
         async with running.client() as client:  # one that has waited makes way

@@ -55,7 +55,7 @@ async def post(client: Client, form: str, path: str, body: bytes) -> Reply:
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_life_is_the_same_on_every_way(form: str, layers: str) -> None:
-    said = []
+    replies = []
     async with serving(routes=tracked()) as running, running.client() as client:
         for path, change in (
             ("/add", {}),
@@ -69,13 +69,13 @@ async def test_a_life_is_the_same_on_every_way(form: str, layers: str) -> None:
             ("/add", {"model_name": "n"}),
         ):
             reply = await post(client, form, path, json.dumps(ADD | change).encode())
-            said.append((reply.status, json.loads(reply.body)))
+            replies.append((reply.status, json.loads(reply.body)))
             assert reply.headers["content-type"] == "application/json"
         assert (await client.request("GET", "/loads")).status == 200
         assert running.front.stats.handler_bugs == 0
     ok = {"status": "ok"}
-    assert said[2][0] == 200
-    assert said[:2] + said[3:] == [
+    assert replies[2][0] == 200
+    assert replies[:2] + replies[3:] == [
         (201, ok),
         (409, {"error": "request r already exists"}),
         (200, ok),
@@ -143,16 +143,16 @@ async def test_random_numbers_are_drawn_alike_on_every_way() -> None:
             await service.selections.workers.put(worker(number))
         for _ in range(500):  # so that the handlers use up the numbers drawn in bulk, and need more
             service.selections.draws.next()
-        said = []
+        replies = []
         routes = selection_routes(service.selections)
         async with serving(routes=routes) as running, running.client() as client:
             for path in ("/select", "/select_and_reserve"):
                 for change in DRAWING.values():
                     body = json.dumps(PROMPT | change).encode()
                     reply = await post(client, form, path, body)
-                    said.append((reply.status, json.loads(reply.body)))
-        drawn.append((said, service.selections.draws.next()))
-        assert [status for status, _ in said].count(200) >= 8
+                    replies.append((reply.status, json.loads(reply.body)))
+        drawn.append((replies, service.selections.draws.next()))
+        assert [status for status, _ in replies].count(200) >= 8
     assert drawn == [drawn[0]] * len(FORMS)
 
 

@@ -125,7 +125,7 @@ async def test_an_answer_knows_what_had_come_before_its_question() -> None:
     """This holds however the loop waits: between its passes, or in a pass of trio."""
     events = 0
 
-    def tell(request: Request) -> Response:
+    def show_events(request: Request) -> Response:
         return Response(200, b"%d" % events)
 
     one, other = socket.socketpair()
@@ -135,7 +135,7 @@ async def test_an_answer_knows_what_had_come_before_its_question() -> None:
         events += len(other.recv(1))
         return True
 
-    routes = (*ROUTES, Route("GET", "/events", tell, hot=True))
+    routes = (*ROUTES, Route("GET", "/events", show_events, hot=True))
     with one, other:
         async with serving(PATIENT, routes, **CALM) as running, trio.open_nursery() as nursery:
             nursery.start_soon(arrivals().wait, other.fileno(), take)

@@ -133,8 +133,8 @@ async def test_a_socket_file_goes_unless_it_is_anothers(tmp_path: Path) -> None:
 
 
 def test_rights_are_said_in_octal() -> None:
-    said = load({}, {"KVD_UNIX_SOCKET_MODE": "0600", "KVD_UNIX_SOCKET_GROUP": "kvd"})
-    assert said.unix_rights == UnixRights(0o600, "kvd")
+    config = load({}, {"KVD_UNIX_SOCKET_MODE": "0600", "KVD_UNIX_SOCKET_GROUP": "kvd"})
+    assert config.unix_rights == UnixRights(0o600, "kvd")
     for bad in ("600", "0o600", "0800", "432", "00600"):  # 432: 0o600 as a TOML number
         with pytest.raises(StartError, match="four octal digits"):
             load({}, {"KVD_UNIX_SOCKET_MODE": bad})

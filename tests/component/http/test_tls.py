@@ -291,12 +291,12 @@ async def test_who_lacks_an_authority_that_has_gone_is_not_served_any_more(
 async def test_who_needs_no_certificate_is_served_until_one_is_needed(
     certificate: Path, clients: Path
 ) -> None:
-    async with serving() as running, running.client() as anybody, running.client() as waits:
-        assert await _may(anybody)
+    async with serving() as running, running.client() as uncertified, running.client() as waits:
+        assert await _may(uncertified)
         await waits.send(b"GET /waiting?50 HTTP/1.1\r\nhost: kvd\r\n\r\n" + HEALTH)
         await running.until(requests=2)
         _renew(running, _terms(certificate, clients / "ca.pem"))
-        assert not await _may(anybody)
+        assert not await _may(uncertified)
         assert (await waits.read_reply()).body == b"late"  # its request was under way
         assert await waits.read_to_end() == b""
 

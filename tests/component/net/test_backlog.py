@@ -298,8 +298,8 @@ def both(options: dict[int, int | bytes]) -> bool:
 @pytest.mark.parametrize("options", [HASTY, NARROW, REPLICA_LINK])
 def test_no_socket_has_a_receive_bound_and_heartbeats(options) -> None:  # type: ignore[no-untyped-def]
     endpoint = "tcp://127.0.0.1:1"
-    for said in (socket_options(endpoint, options), asking_options(endpoint, options)):
-        assert not both(said)  # type: ignore[arg-type]
+    for chosen in (socket_options(endpoint, options), asking_options(endpoint, options)):
+        assert not both(chosen)  # type: ignore[arg-type]
 
 
 async def test_a_publisher_has_no_receive_bound(context: zmq.Context) -> None:

@@ -109,8 +109,8 @@ async def test_a_listener_whose_engine_has_a_name(
     await until(first.is_("failed"))
     await first.stop()
     before = open_descriptors()
-    with reserved_endpoint() as nobody:
-        port = nobody.rpartition(":")[2]
+    with reserved_endpoint() as unserved:
+        port = unserved.rpartition(":")[2]
         for cancelling in every_checkpoint(at_least=8):
             names.known["w"] = ["127.0.0.2"]
             listening = Listening(f"tcp://w:{port}")

@@ -200,10 +200,10 @@ async def test_replicas_with_keys_hear_each_other_and_nobody_else_does(
     speaker, authenticator = await start_process(nursery, contexts(), SECRET, {OTHER_PUBLIC})
     assert authenticator is not None
     good, _ = await start_process(nursery, contexts(), OTHER_SECRET, None)
-    stranger, _ = await start_process(nursery, contexts(), None, None)  # makes its own key
+    unlisted, _ = await start_process(nursery, contexts(), None, None)  # makes its own key
     plain, _ = await start_process(nursery, contexts(), None, None)
     assert good.replicas.register(speaker.endpoint, PUBLIC)
-    assert stranger.replicas.register(speaker.endpoint, PUBLIC)
+    assert unlisted.replicas.register(speaker.endpoint, PUBLIC)
     assert plain.replicas.register(speaker.endpoint)
 
     def heard() -> bool:
@@ -213,10 +213,10 @@ async def test_replicas_with_keys_hear_each_other_and_nobody_else_does(
     await until(heard)
     await until(lambda: authenticator.refused > 0)
     await until(lambda: next(iter(plain.replicas.all())).last_error)
-    errors = [next(iter(each.replicas.all())).last_error or "" for each in (stranger, plain)]
+    errors = [next(iter(each.replicas.all())).last_error or "" for each in (unlisted, plain)]
     assert "authentication failed in the handshake" in errors[0]
     assert "handshake" in errors[1]
-    assert not stranger.ledger.seen and not plain.ledger.seen
+    assert not unlisted.ledger.seen and not plain.ledger.seen
 
 
 async def test_the_list_of_keys_can_be_changed(

@@ -69,22 +69,22 @@ async def test_other_kinds_of_endpoints(
 
 
 async def test_the_end_of_a_subscription_is_said(nursery: trio.Nursery, listen: Listen) -> None:
-    said = bytearray()
+    received = bytearray()
     over = trio.Event()
 
     async def talk(stream: trio.SocketStream) -> None:
         await shake_hands(stream)
         async for part in stream:
-            said.extend(part)
+            received.extend(part)
         over.set()
 
     fake: Fake = await nursery.start(serve_fake, talk)
     listening = listen(fake.endpoint)
     subscribed, unsubscribed = b"\0\1\1", b"\0\1\0"  # ZMTP 3.0: flags, size, (un)subscribe
-    await until(lambda: said == subscribed)
+    await until(lambda: received == subscribed)
     await listening.stop()
     await over.wait()
-    assert said == subscribed + unsubscribed
+    assert received == subscribed + unsubscribed
 
 
 async def test_gaps_and_stale_batches_are_counted(publish: Publish, listen: Listen) -> None:

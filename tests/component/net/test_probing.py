@@ -29,8 +29,8 @@ class Counting(Dialer, trio.abc.Instrument):
 
 async def test_a_few_probes_begin_in_a_pass_and_a_bounded_number_at_once() -> None:
     dialer, now = Counting(), trio.current_time()
-    nobody = f"tcp://127.0.0.1:{find_free_port()}"
-    listeners = [EventStream(f"{n}:0", nobody, Applied()) for n in range(PROBES_AT_ONCE + 1)]
+    unserved = f"tcp://127.0.0.1:{find_free_port()}"
+    listeners = [EventStream(f"{n}:0", unserved, Applied()) for n in range(PROBES_AT_ONCE + 1)]
     trio.lowlevel.add_instrument(dialer)
     try:
         async with trio.open_nursery() as nursery:
@@ -48,8 +48,8 @@ async def test_a_few_probes_begin_in_a_pass_and_a_bounded_number_at_once() -> No
 
 async def test_who_leaves_before_its_turn_is_not_probed() -> None:
     dialer, now = Counting(), trio.current_time()
-    nobody = f"tcp://127.0.0.1:{find_free_port()}"
-    listeners = [EventStream(f"{n}:0", nobody, Applied()) for n in range(4 * PROBES_A_PASS + 1)]
+    unserved = f"tcp://127.0.0.1:{find_free_port()}"
+    listeners = [EventStream(f"{n}:0", unserved, Applied()) for n in range(4 * PROBES_A_PASS + 1)]
     async with trio.open_nursery() as nursery:
         prober = Prober(nursery, dialer, NOT_MY_FAULT_S)
         for listener in listeners:

@@ -60,7 +60,7 @@ class Applied(list[bytes]):
         return ""
 
 
-def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[EventStream, Applied]:
+def make(*batches: tuple[int, bytes], replay: bool = True) -> tuple[EventStream, Applied]:
     """Returns a listener that has heard batches with these numbers and publisher ids."""
     stream = Applied()
     server = "tcp://127.0.0.1:2" if replay else None
@@ -68,7 +68,7 @@ def make(*said: tuple[int, bytes], replay: bool = True) -> tuple[EventStream, Ap
     listener.connecting()
     listener.receiving()
     listener.joined()
-    for seq, publisher in said:
+    for seq, publisher in batches:
         assert hear(listener, seq, publisher) is None
     return listener, stream
 
@@ -239,28 +239,28 @@ class Engine:
     def __init__(self, worker: Publisher, in_batch: bool) -> None:
         self.worker = worker
         self.in_batch = in_batch
-        self.said: list[tuple[bytes, bytes]] = []  # number frame and payload
+        self.published: list[tuple[bytes, bytes]] = []  # number frame and payload
         self.start(A)
 
     def start(self, publisher: bytes) -> None:
         self.publisher = publisher
-        self.said.clear()
+        self.published.clear()
 
-    def say(self, heard: bool = True, payload: bytes | None = None) -> bytes:
+    def add_batch(self, heard: bool = True, payload: bytes | None = None) -> bytes:
         """Publishes the next batch and returns its payload."""
-        number = len(self.said).to_bytes(8)
+        number = len(self.published).to_bytes(8)
         if self.in_batch:
-            payload = msgpack.packb([len(self.said), [], 0, self.publisher])
+            payload = msgpack.packb([len(self.published), [], 0, self.publisher])
         else:
             number += self.publisher
-            payload = msgpack.packb([len(self.said), [], 0]) if payload is None else payload
-        self.said.append((number, payload))
+            payload = msgpack.packb([len(self.published), [], 0]) if payload is None else payload
+        self.published.append((number, payload))
         if heard:
             self.worker.send_frames(b"kv", number, payload)
         return payload
 
     async def replay(self, server: ReplayServer, start: int, reply: Callable) -> None:
-        for number, payload in self.said[start:]:
+        for number, payload in self.published[start:]:
             reply([b"kv", number, payload])
         reply([b"", END_SEQ, b""])
 
@@ -292,8 +292,8 @@ async def applied(listening: Listening, *payloads: bytes | None) -> None:
 
 async def test_a_gap_is_replayed(heard: tuple[Engine, Listening]) -> None:
     engine, listening = heard
-    said = [engine.say(heard=number not in (1, 2)) for number in range(4)]
-    await applied(listening, *said)
+    batches = [engine.add_batch(heard=number not in (1, 2)) for number in range(4)]
+    await applied(listening, *batches)
     assert listening.listener.identity.publisher == A
     assert listening.listener.health(trio.current_time()) == "exact"
 
@@ -304,10 +304,10 @@ async def test_an_engine_that_comes_as_far_unheard_is_another_one(
 ) -> None:
     """Behind a proxy no connection is lost; the new engine's first number fits, or leaves a gap."""
     engine, listening = heard
-    old = [engine.say() for _ in range(2)]
+    old = [engine.add_batch() for _ in range(2)]
     await applied(listening, *old)
     engine.start(B)
-    new = [engine.say(heard=number >= 2 + unheard) for number in range(3 + unheard)]
+    new = [engine.add_batch(heard=number >= 2 + unheard) for number in range(3 + unheard)]
     await applied(listening, *old, None, *new)
     listener = listening.listener
     assert listener.identity.publisher == B
@@ -319,21 +319,21 @@ async def test_a_thousand_beats_are_no_event(heard: tuple[Engine, Listening]) ->
     engine, listening = heard
     barrier = None if engine.in_batch else b""
     for _ in range(1000):
-        engine.say(payload=barrier)
+        engine.add_batch(payload=barrier)
     await until(lambda: len(listening.applied) == 1000)
     listener = listening.listener
     assert listener.health(trio.current_time()) == "exact"
     stats = listener.stats
-    told = (stats.flawed, stats.gaps, stats.stale, stats.restarts, stats.refused)
-    assert told == (0, 0, 0, 0, 0)
+    counts = (stats.flawed, stats.gaps, stats.stale, stats.restarts, stats.refused)
+    assert counts == (0, 0, 0, 0, 0)
 
 
 async def test_an_empty_payload_in_a_replay_is_not_its_end(
     heard: tuple[Engine, Listening],
 ) -> None:
     engine, listening = heard
-    beats = [engine.say()]
-    beats += [engine.say(heard=False, payload=b"") for _ in range(2)]
-    beats += [engine.say()]
+    beats = [engine.add_batch()]
+    beats += [engine.add_batch(heard=False, payload=b"") for _ in range(2)]
+    beats += [engine.add_batch()]
     await applied(listening, *beats)
     assert listening.listener.stats.lost == 0

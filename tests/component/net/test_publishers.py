@@ -91,16 +91,16 @@ class Slow:
     """Listeners that take a moment to stop; notes at each end how many stops had begun."""
 
     def __init__(self) -> None:
-        self._told: set[Hashable] = set()
-        self.told_at_ends: list[int] = []
+        self._stopping: set[Hashable] = set()
+        self.stopping_at_ends: list[int] = []
 
     def start(self, key: Hashable, listener: EventStream) -> None:
         pass
 
     async def stop(self, key: Hashable) -> bool:
-        self._told.add(key)
+        self._stopping.add(key)
         await trio.testing.wait_all_tasks_blocked()
-        self.told_at_ends.append(len(self._told))
+        self.stopping_at_ends.append(len(self._stopping))
         return True
 
 
@@ -113,5 +113,5 @@ async def test_those_who_leave_are_waited_for_together() -> None:
             Described("tcp://127.0.0.1:1", None, "vLLM", "m", "", "default", "a", 4, rank, "")
         )
     assert len(await publishers.unregister(ALL)) == 3
-    assert listeners.told_at_ends == [3, 3, 3]
+    assert listeners.stopping_at_ends == [3, 3, 3]
     assert len(publishers) == 0

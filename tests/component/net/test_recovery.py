@@ -387,7 +387,7 @@ async def test_a_worker_that_left_meanwhile_stays_away() -> None:
 
 async def test_a_registration_that_comes_between_two_slices_goes_first() -> None:
     fresh = Replica()
-    steps = fresh.restoring(crowd(1000))
+    steps = fresh.restoring(many_workers(1000))
     next(steps)
     assert len(fresh.state.partition("m", "t").workers) < 1000
     fresh.register(9, block_size=8)
@@ -397,7 +397,7 @@ async def test_a_registration_that_comes_between_two_slices_goes_first() -> None
     assert not fresh.state.unconfirmed
 
 
-def crowd(workers: int) -> bytes:
+def many_workers(workers: int) -> bytes:
     """Returns a dump of so many workers with one block each."""
     stored = b'{"blocks":[{"block_hash":1,"tokens_hash":1}]}'
     one = b'{"worker_id":%d,"event":{"data":{"stored":' + stored + b"}}}"
@@ -407,7 +407,7 @@ def crowd(workers: int) -> bytes:
 
 async def test_a_dump_of_too_many_workers_is_refused_whole() -> None:
     state, stats = State(), RecoveryStats()
-    async with peer(answer(crowd(MAX_RANKS + 1))) as url:
+    async with peer(answer(many_workers(MAX_RANKS + 1))) as url:
         await recover(state, [url], stats)
     assert (stats.attempts[RecoveryOutcome.REFUSED], state.partitions) == (1, {})
 
@@ -417,7 +417,7 @@ async def test_a_dump_of_many_workers_does_not_hold_up_others() -> None:
     workers, state = 20_000, Replica().state
     planned: list[Planned] = []
     rests = 0
-    for item in plan(state, read(crowd(workers), False)):
+    for item in plan(state, read(many_workers(workers), False)):
         planned += [item] if item is not None else []
         rests += item is None
     assert rests >= workers // SLICE_WORKERS

@@ -88,7 +88,7 @@ def now_held(listening: Listening) -> list[bytes | None]:
     return applied[cleared:]
 
 
-def said(listening: Listening) -> tuple[str, int]:
+def health_and_restarts(listening: Listening) -> tuple[str, int]:
     listener = listening.listener
     return str(listener.health(trio.current_time())), listener.stats.restarts
 
@@ -98,24 +98,24 @@ def ended(listening: Listening) -> list[str]:
     return sorted(listening.listener.stats.replays)
 
 
-@pytest.mark.parametrize("said_since", [0, 3])
+@pytest.mark.parametrize("kept", [0, 3])
 async def test_it_comes_back_and_says_nothing(
-    engine: Engine, context: zmq.Context, nursery: trio.Nursery, said_since: int
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, kept: int
 ) -> None:
     """Its replay server has no batch from the last number on, so it is another engine."""
     listening = await listen(engine, context, nursery)
     engine.send(*range(58))
     await until(lambda: len(listening.applied) == 58)
     await engine.restart()
-    engine.keep(*range(said_since))
-    health = "exact" if said_since else "recovering"
+    engine.keep(*range(kept))
+    health = "exact" if kept else "recovering"
     await until(lambda: ended(listening) == ["marker", "other_engine"])
-    assert said(listening) == (health, 1)
-    assert now_held(listening) == engine.batches(said_since)
+    assert health_and_restarts(listening) == (health, 1)
+    assert now_held(listening) == engine.batches(kept)
     assert engine.server.requests == [57, 0]
-    engine.send(said_since)
-    await until(lambda: now_held(listening) == engine.batches(said_since + 1))
-    assert said(listening) == ("exact", 1)
+    engine.send(kept)
+    await until(lambda: now_held(listening) == engine.batches(kept + 1))
+    assert health_and_restarts(listening) == ("exact", 1)
 
 
 @pytest.mark.parametrize("missed", [0, 3, 1000])
@@ -130,7 +130,11 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
     await engine.restart()
     engine.life, engine.server.buffer = 0, kept
     engine.keep(*range(58, 58 + missed))
-    await until(lambda: said(listening) == ("exact", 0) and listening.listener.stats.joins == 2)
+    await until(
+        lambda: (
+            health_and_restarts(listening) == ("exact", 0) and listening.listener.stats.joins == 2
+        )
+    )
     assert listening.applied == engine.batches(58 + missed)
     assert engine.server.requests == ([57, 57 + missed + 1] if missed == 1000 else [57])
 
@@ -144,10 +148,10 @@ async def test_who_does_not_answer_is_asked_again(
     engine.server.answer = silent
     await engine.restart()
     await until(lambda: len(engine.server.requests) == 2)
-    assert said(listening) == ("recovering", 0)
+    assert health_and_restarts(listening) == ("recovering", 0)
     assert now_held(listening) == [b"%d of life 0" % seq for seq in range(3)]
     engine.server.answer = four_frames
-    await until(lambda: said(listening) == ("recovering", 1))
+    await until(lambda: health_and_restarts(listening) == ("recovering", 1))
     assert now_held(listening) == []
 
 
@@ -171,7 +175,7 @@ async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
     await until(lambda: listening.listener.stats.stale == 400)
     engine.send(405)
     await until(lambda: listening.applied == engine.batches(406))
-    assert said(listening) == ("exact", 0)
+    assert health_and_restarts(listening) == ("exact", 0)
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -185,7 +189,7 @@ async def test_it_begins_with_0(
     await lost_and_found(listening, engine)
     if replay:
         await until(lambda: ended(listening) == ["marker", "other_engine"])
-        assert (said(listening), now_held(listening)) == (("recovering", 1), [])
+        assert (health_and_restarts(listening), now_held(listening)) == (("recovering", 1), [])
     engine.send(0)
     await until(lambda: now_held(listening) == engine.batches(1))
     engine.send(1, 2)

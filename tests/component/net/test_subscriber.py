@@ -56,7 +56,7 @@ class End:
             1000, FOREVER_NS, b"", lambda publisher: None,
         )  # fmt: skip
 
-    def said(self) -> bytes:
+    def sent(self) -> bytes:
         """Returns the bytes that the subscriber has sent since the last call."""
         try:
             return self.far.recv(100_000)
@@ -156,21 +156,21 @@ def test_a_message_larger_than_one_read_is_put_together(end: End) -> None:
 
 def test_the_greeting_comes_first_and_the_rest_in_its_turn(end: End) -> None:
     end.hear(b"")
-    assert end.said() == GREETING.replace(b"\3\0", b"\3\1")
+    assert end.sent() == GREETING.replace(b"\3\0", b"\3\1")
     end.hear(NEWER[:63])
-    assert end.said() == b""
+    assert end.sent() == b""
     end.hear(NEWER[63:])
-    assert (end.said(), end.subscriber.joined) == (READY, False)
+    assert (end.sent(), end.subscriber.joined) == (READY, False)
     end.hear(ready(b"XPUB"))
-    assert (end.said(), end.subscriber.joined) == (command(b"SUBSCRIBE", b""), True)
+    assert (end.sent(), end.subscriber.joined) == (command(b"SUBSCRIBE", b""), True)
     end.subscriber.unsubscribe()
-    assert end.said() == command(b"CANCEL", b"")
+    assert end.sent() == command(b"CANCEL", b"")
 
 
 def test_zmtp_3_0_is_told_of_topics_by_messages() -> None:
     with ended((b"a", b"bc")) as end:
         end.hear(GREETING + ready())
-        assert end.said().endswith(READY + b"\0\2\1a\0\3\1bc")
+        assert end.sent().endswith(READY + b"\0\2\1a\0\3\1bc")
         assert not end.subscriber.answers_pings
 
 
@@ -210,19 +210,19 @@ def test_other_properties_and_spellings_are_passed_over(end: End) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "fault"),
+    ("received", "fault"),
     [(b"", NO_HANDSHAKE), (NEWER + ready(), LOST)],
     ids=["early", "late"],
 )
-def test_an_end_is_told_behind_what_came_before(said: bytes, fault: str) -> None:
+def test_an_end_is_told_behind_what_came_before(received: bytes, fault: str) -> None:
     with ended() as end:
-        end.hear(said)
-        if said:
+        end.hear(received)
+        if received:
             end.far.sendall(event(1, b"a"))
         end.far.shutdown(socket.SHUT_WR)
         end.hear(b"")
         end.hear(b"")
-        assert (end.subscriber.fault, end.heard) == (fault, [b"1:a"] if said else [])
+        assert (end.subscriber.fault, end.heard) == (fault, [b"1:a"] if received else [])
 
 
 # ---- messages and commands
@@ -231,11 +231,11 @@ def test_an_end_is_told_behind_what_came_before(said: bytes, fault: str) -> None
 def test_a_ping_is_answered_between_frames_too(end: End) -> None:
     first, second, last = b"\1\1k", b"\1\x08" + bytes(8), b"\0\1x"
     end.hear(NEWER + ready())
-    end.said()
+    end.sent()
     end.hear(first + command(b"PING", b"\0\1abc") + second)
-    assert end.said() == command(b"PONG", b"abc")
+    assert end.sent() == command(b"PONG", b"abc")
     end.hear(command(b"PING", b"\0\1") + last)
-    assert end.said() == command(b"PONG", b"")
+    assert end.sent() == command(b"PONG", b"")
     assert end.heard == [b"0:x"]
 
 

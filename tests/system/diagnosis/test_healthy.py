@@ -54,9 +54,9 @@ def played(name: str) -> Callable[[Patient], None]:
         for instance, dp_rank in recording.ranks:
             play(patient, recording, instance, dp_rank)
         for question in recording.questions[:200]:
-            said = {"lora_name": question.lora_name, "cache_salt": question.cache_salt}
+            members = {"lora_name": question.lora_name, "cache_salt": question.cache_salt}
             if not question.items:
-                ask(patient, question.tokens, name, **said)
+                ask(patient, question.tokens, name, **members)
 
     fleet.__doc__ = name
     return fleet

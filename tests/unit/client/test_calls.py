@@ -126,7 +126,7 @@ def test_a_call_says_all_that_its_route_reads(face: str, each: Asked[Any, Any]) 
         assert {"model_name", "model", "modelname"} & sent or each is SelectionService.change_worker
     assert known - sent <= UNSENT | UNSENT_TO.get(each.route.name, set())
     assert (call.body is not None) == ("requestBody" in operation)
-    given = {(said["in"], said["name"]) for said in operation.get("parameters", ())}
+    given = {(parameter["in"], parameter["name"]) for parameter in operation.get("parameters", ())}
     by_query = {name for where, name in given if where == "query"}
     queried = set(call.query or ())
     assert queried <= by_query
@@ -245,9 +245,9 @@ def misfits_of_mapping(schema: dict[str, Any], kind: Any, path: str) -> Iterator
 
 @EACH_CALL
 def test_answers_are_read_as_they_are_documented(face: str, each: Asked[Any, Any]) -> None:
-    said = operations(face)[each.route.name]["responses"]
+    responses = operations(face)[each.route.name]["responses"]
     for status in each.route.statuses:
-        content = said.get(str(status), {}).get("content", {})
+        content = responses.get(str(status), {}).get("content", {})
         for kind, media in content.items():
             if each.answer is types.NoneType:
                 assert media["schema"]["properties"] == {"status": {"const": "ok"}}
@@ -261,8 +261,8 @@ def test_answers_are_read_as_they_are_documented(face: str, each: Asked[Any, Any
 
 
 def test_a_misfit_is_found() -> None:
-    said = operations("indexer")["POST /query"]["responses"]["200"]["content"]
-    schema = said["application/json"]["schema"]
+    documented = operations("indexer")["POST /query"]["responses"]["200"]["content"]
+    schema = documented["application/json"]["schema"]
     assert list(misfits(schema, Mapping[str, int], "answer"))
     changed = schema | {"properties": schema["properties"] | {"new": {"type": "string"}}}
     (found,) = misfits(changed, Indexer.query.answer, "answer")

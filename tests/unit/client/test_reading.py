@@ -33,7 +33,7 @@ class Open:
     others: Mapping[str, int] = field(metadata=OTHERS)
 
 
-SAID: dict[str, Any] = {
+MEMBERS: dict[str, Any] = {
     "leaves": [{"count": 1, "SHARE": 2, "note": None}, {"count": 3, "SHARE": 0.5, "new": {}}],
     "pair": ["a", 1],
     "by_rank": {"0": True},
@@ -45,9 +45,9 @@ READ = Node((Leaf(1, 2.0), Leaf(3, 0.5)), ("a", 1), {0: True}, {7: 1, "node1": 2
 
 def test_an_answer_becomes_a_value() -> None:
     read = reader_of(Node)
-    assert read(SAID) == READ
-    assert read(SAID | {"below": SAID}).below == READ
-    assert isinstance(read(SAID).leaves[0].share, float)
+    assert read(MEMBERS) == READ
+    assert read(MEMBERS | {"below": MEMBERS}).below == READ
+    assert isinstance(read(MEMBERS).leaves[0].share, float)
     assert reader_of(Open)({"known": 1, "a": 2}) == Open(1, {"a": 2})
 
 
@@ -71,7 +71,7 @@ def test_an_answer_becomes_a_value() -> None:
 )
 def test_what_does_not_fit_says_where(change: dict[str, Any], text: str) -> None:
     with pytest.raises(Mismatch) as caught:
-        reader_of(Node)(SAID | change)
+        reader_of(Node)(MEMBERS | change)
     assert caught.value.text == text
 
 

@@ -169,12 +169,12 @@ def test_publishers_share_it() -> None:
     source = conductor.add_source("a", "", "", 0, False)
     names = list(prompt(0))
     tokens = [name % 2**32 for name in names]
-    told = 0, 0, "GPU"
-    assert source.store(*told, names, tokens, None, 0) == "placed"
-    assert source.store(*told, names, tokens, None, 0) == "placed"
-    assert source.store(*told, [7], [7], None, 0) == "full"
-    assert source.store(*told, [7], [7], 999, 0) == "full"  # its parent is unknown
-    assert source.store_named(*told, [7], 0) == "full"
+    source_rank = 0, 0, "GPU"
+    assert source.store(*source_rank, names, tokens, None, 0) == "placed"
+    assert source.store(*source_rank, names, tokens, None, 0) == "placed"
+    assert source.store(*source_rank, [7], [7], None, 0) == "full"
+    assert source.store(*source_rank, [7], [7], 999, 0) == "full"  # its parent is unknown
+    assert source.store_named(*source_rank, [7], 0) == "full"
     assert source.store_named(0, 0, "CPU", names[:1], 0) == "placed"
     assert not worker.store(0, [7], [7])
     assert budget.refused == 4

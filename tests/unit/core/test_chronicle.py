@@ -36,7 +36,7 @@ class Remembered:
 
     rank: ModelRank = field(default_factory=ModelRank)
     # By tier and path: why the block went and when, None while it is held.
-    story: dict[tuple[int, Path], tuple[str, float] | None] = field(default_factory=dict)
+    last_changes: dict[tuple[int, Path], tuple[str, float] | None] = field(default_factory=dict)
     runs: list[tuple[int, Path, float]] = field(default_factory=list)  # in the order of stores
     clears: list[tuple[int, float]] = field(default_factory=list)
 
@@ -51,9 +51,9 @@ class Remembered:
     def note(self, before: set[tuple[int, Path]], why: str, now: float) -> None:
         after = self.held()
         for each in after - before:
-            self.story[each] = None
+            self.last_changes[each] = None
         for each in before - after:
-            self.story[each] = why, now
+            self.last_changes[each] = why, now
 
     def why(self, prompt: Path, tier: int, depth: int) -> tuple[str, float | None]:
         """Returns why a block of a prompt is not held, and since when if it was lost."""
@@ -62,7 +62,7 @@ class Remembered:
         place = tier, prompt[: depth + 1]
         if place in self.held():  # behind blocks of lower tiers only
             return "not_reusable", None
-        return self.story.get(place) or ("never_stored", None)
+        return self.last_changes.get(place) or ("never_stored", None)
 
     def is_left_in_doubt(self, prompt: Path, tier: int, depth: int) -> bool:
         """Returns whether the prompt leaves, or ends in, a cleared run that reaches beyond a block.
@@ -150,7 +150,7 @@ class Twin:
 @pytest.mark.parametrize("seed", range(scaled(12)))
 def test_why_it_ends_agrees_with_the_model(seed: int) -> None:
     twin = Twin(seed)
-    doubts = told = 0
+    doubts = announced = 0
     for _ in range(40):
         for _ in range(5):
             twin.step()
@@ -167,28 +167,28 @@ def test_why_it_ends_agrees_with_the_model(seed: int) -> None:
             assert row.all.depth == deepest
             for tier, end in enumerate(row.tiers):
                 expected = model.why(prompt, tier, end.depth)
-                told += 1
+                announced += 1
                 if end.why == "unknown":
                     assert model.is_left_in_doubt(prompt, tier, end.depth)
                     doubts += 1
                 else:
                     assert (end.why, end.at) == expected
             check_all(model, prompt, row)
-    assert doubts < told / 10
+    assert doubts < announced / 10
 
 
 def check_all(model: Remembered, prompt: Path, row: Traced) -> None:
     """Checks the end across all tiers: its reason is the last loss on any tier, if there is one."""
-    whys = [model.why(prompt, tier, row.all.depth) for tier in range(TIERS)]
+    reasons = [model.why(prompt, tier, row.all.depth) for tier in range(TIERS)]
     if row.all.depth == len(prompt):
         assert row.all.why == "end_of_prompt"
         return
-    if any(why == "not_reusable" for why, _ in whys):
+    if any(why == "not_reusable" for why, _ in reasons):
         assert row.all.why == "not_reusable"
         return
-    lost = [at for _, at in whys if at is not None]
+    lost = [at for _, at in reasons if at is not None]
     if row.all.at is not None:
-        assert (row.all.why, row.all.at) in whys
+        assert (row.all.why, row.all.at) in reasons
     if row.all.why == "never_stored":
         assert not lost
     if lost and row.all.why != "unknown":

@@ -135,11 +135,11 @@ class Life:
         parent_like = self.random.choice((like, like, like, *others))
         parent = self.name(publisher, space, path[:start], parent_like) if start else None
         medium = self.random.choice(MEDIA)
-        said = tokens(path[start:])
+        content = tokens(path[start:])
         publisher.source.store(
-            backend, rank, medium, hashes, said, parent, space, by_engine, by_engine
+            backend, rank, medium, hashes, content, parent, space, by_engine, by_engine
         )
-        self.model.store(holder, medium, hashes, said, parent, space, by_engine)
+        self.model.store(holder, medium, hashes, content, parent, space, by_engine)
 
     def store_named(self) -> None:
         publisher, holder, backend, rank = self.pick()
@@ -178,14 +178,14 @@ class Life:
         if self.hash_seed != 1337:  # `Worker.store` takes hashes of that seed only
             return
         path = self.path()
-        said = tokens(path)
-        locals_ = local_hashes(said, BLOCK_SIZE)
+        content = tokens(path)
+        locals_ = local_hashes(content, BLOCK_SIZE)
         parent = None
         for i, local in enumerate(locals_):
             name = self.called(WORKER, 0, path[: i + 1])
             if (None, name) not in self.plain_worker.names:
                 self.worker.store(0, [name], [local], parent)
-                one = said[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+                one = content[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
                 self.model.store(self.plain_worker, "GPU", [name], one, parent, 0, False)
             parent = name
 

@@ -29,24 +29,24 @@ def packed(messages: list[object], blanks: str = "") -> bytes:
 
 def test_the_longest_known_beginning_is_found() -> None:
     kept = Conversations(ROOM)
-    said = [{"role": "user", "content": text} for text in ("a", 'b ",]} \\', "c", "d")]
-    assert kept.recall(b"m", packed(said)) is None
-    assert kept.remember(b"m", packed(said[:1]), hashes(1), 20)
-    assert kept.remember(b"m", packed(said[:2]), hashes(1, 2), 40)
-    assert kept.recall(b"m", packed(said[:1])) == recalled([1], 20, 1)
-    rest = len(packed(said)) - len(packed(said[:2])) + 1
-    assert kept.recall(b"m", packed(said)) == recalled([1, 2], 40, rest)
-    assert kept.recall(b"n", packed(said)) is None  # as for another model, or other tools
-    assert kept.recall(b"m", packed(said[1:])) is None
+    messages = [{"role": "user", "content": text} for text in ("a", 'b ",]} \\', "c", "d")]
+    assert kept.recall(b"m", packed(messages)) is None
+    assert kept.remember(b"m", packed(messages[:1]), hashes(1), 20)
+    assert kept.remember(b"m", packed(messages[:2]), hashes(1, 2), 40)
+    assert kept.recall(b"m", packed(messages[:1])) == recalled([1], 20, 1)
+    rest = len(packed(messages)) - len(packed(messages[:2])) + 1
+    assert kept.recall(b"m", packed(messages)) == recalled([1, 2], 40, rest)
+    assert kept.recall(b"n", packed(messages)) is None  # as for another model, or other tools
+    assert kept.recall(b"m", packed(messages[1:])) is None
     assert len(kept) == 2
 
 
 @pytest.mark.parametrize("blanks", ["", " ", "\n\t "])
 def test_blanks_between_messages_change_nothing(blanks: str) -> None:
     kept = Conversations(ROOM)
-    said: list[object] = [{"a": [1, {"b": "]"}]}, "text", 7, None, [[]]]
-    assert kept.remember(b"", packed(said), hashes(), 5)
-    found = kept.recall(b"", packed([*said, "more"], blanks))
+    messages: list[object] = [{"a": [1, {"b": "]"}]}, "text", 7, None, [[]]]
+    assert kept.remember(b"", packed(messages), hashes(), 5)
+    found = kept.recall(b"", packed([*messages, "more"], blanks))
     assert found is not None
     assert found.tokens == 5
 
@@ -60,13 +60,13 @@ def test_without_messages_nothing_is_kept(messages: bytes) -> None:
 
 def test_the_longest_unused_make_room() -> None:
     kept = Conversations(3 * (152 + 80))
-    said = [packed([number]) for number in range(4)]
+    prompts = [packed([number]) for number in range(4)]
     ten = hashes(*range(10))
-    for each in said[:3]:
+    for each in prompts[:3]:
         assert kept.remember(b"", each, ten, 160)
-    assert kept.recall(b"", said[0]) is not None
-    assert kept.remember(b"", said[3], ten, 160)
-    assert [kept.recall(b"", each) is not None for each in said] == [True, False, True, True]
+    assert kept.recall(b"", prompts[0]) is not None
+    assert kept.remember(b"", prompts[3], ten, 160)
+    assert [kept.recall(b"", each) is not None for each in prompts] == [True, False, True, True]
     assert (len(kept), kept.forgotten) == (3, 1)
     assert not kept.remember(b"", packed(["long"]), hashes(*range(100)), 1600)
     assert len(kept) == 3
@@ -86,17 +86,17 @@ def test_against_a_dictionary() -> None:
     kept, model = Conversations(ROOM), {}
     texts = ["", "x", '"', "\\", "{[,", "é" * 9, "long " * 50]
     for step in range(2000):
-        said = [random.choice(texts) for _ in range(random.randint(1, 5))]
+        messages = [random.choice(texts) for _ in range(random.randint(1, 5))]
         context = random.choice([b"", b"tools"])
         if random.random() < 0.3:
-            kept.remember(context, packed(list(said)), hashes(step), step)
-            model[context, tuple(said)] = step
-        known = [n for n in range(1, len(said) + 1) if (context, tuple(said[:n])) in model]
-        found = kept.recall(context, packed(list(said)))
+            kept.remember(context, packed(list(messages)), hashes(step), step)
+            model[context, tuple(messages)] = step
+        known = [n for n in range(1, len(messages) + 1) if (context, tuple(messages[:n])) in model]
+        found = kept.recall(context, packed(list(messages)))
         if not known:
             assert found is None
         else:
-            step_of = model[context, tuple(said[: known[-1]])]
+            step_of = model[context, tuple(messages[: known[-1]])]
             assert found is not None
             assert (found.local_hashes, found.tokens) == (hashes(step_of), step_of)
 

@@ -24,7 +24,7 @@ class Held:
         self.worker.register(0)
         self.stream = self.worker.stream(0)
 
-    def tell(self, *events: dict[str, Any]) -> None:
+    def apply(self, *events: dict[str, Any]) -> None:
         assert not self.stream.apply(msgpack.packb([1.5, list(events), None])) & FLAWED
         self.index.verify()
 
@@ -52,7 +52,7 @@ def removals_until_gone(held: Held, name: int) -> int:
     for count in range(10):
         if not held.holds(name):
             return count
-        held.tell(removed([name]))
+        held.apply(removed([name]))
     raise AssertionError("it stays")
 
 
@@ -76,8 +76,8 @@ def removals_until_gone(held: Held, name: int) -> int:
 )
 def test_what_a_held_block_is_when_it_is_told_again(again: dict[str, Any], removals: int) -> None:
     held = Held()
-    held.tell(stored(CHAIN))
-    held.tell(again)
+    held.apply(stored(CHAIN))
+    held.apply(again)
     assert removals_until_gone(held, 3) == removals
 
 
@@ -86,13 +86,13 @@ def test_a_window_group_believes_it_too() -> None:
         held = Held()
         window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
         window["kv_cache_spec_sliding_window"] = 2 * BLOCK
-        held.tell(stored(CHAIN, group_idx=0, kv_cache_spec_kind="full_attention"))
-        held.tell(stored(CHAIN, **window))
-        held.tell(stored(CHAIN, **window, **origin))
+        held.apply(stored(CHAIN, group_idx=0, kv_cache_spec_kind="full_attention"))
+        held.apply(stored(CHAIN, **window))
+        held.apply(stored(CHAIN, **window, **origin))
         gone = removed([3], group_idx=1, kv_cache_spec_kind="sliding_window")
         for _ in range(removals):
             assert held.index.match(hashes(CHAIN))[0] == {(1, 0): (3, 3, 3)}
-            held.tell(gone)
+            held.apply(gone)
         assert held.index.match(hashes(CHAIN))[0] != {(1, 0): (3, 3, 3)}
 
 
@@ -101,7 +101,7 @@ def hashes(names: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("told", "counts", "left"),
+    ("stores", "counts", "left"),
     [
         (1, [2], 2),
         (1, [1], 1),
@@ -123,31 +123,31 @@ def hashes(names: list[int]) -> list[int]:
         (2, ["1"], 1),
     ],
 )
-def test_what_is_left_after_a_removal(told: int, counts: object, left: int) -> None:
+def test_what_is_left_after_a_removal(stores: int, counts: object, left: int) -> None:
     held = Held()
-    held.tell(stored(CHAIN))
-    for _ in range(told - 1):
-        held.tell(stored([3], 2))
-    held.tell(removed([3], remaining_copy_counts=counts))
+    held.apply(stored(CHAIN))
+    for _ in range(stores - 1):
+        held.apply(stored([3], 2))
+    held.apply(removed([3], remaining_copy_counts=counts))
     assert removals_until_gone(held, 3) == left
     assert held.holds(2)
 
 
 def test_each_name_has_its_own_count() -> None:
     held = Held()
-    held.tell(stored(CHAIN), stored([3], 2), stored([9]))
-    held.tell(removed([3, 9, 1, 77, 78], remaining_copy_counts=[0, 2, 1, 0, 3]))
+    held.apply(stored(CHAIN), stored([3], 2), stored([9]))
+    held.apply(removed([3, 9, 1, 77, 78], remaining_copy_counts=[0, 2, 1, 0, 3]))
     assert [removals_until_gone(held, name) for name in (1, 3, 9)] == [1, 0, 2]
 
 
 def test_what_is_parked_stays_so_while_copies_are_left() -> None:
     held = Held()
-    held.tell(stored([3], 2))  # its parent is unknown
-    held.tell(removed([3], remaining_copy_counts=[1]), stored([1, 2]))
+    held.apply(stored([3], 2))  # its parent is unknown
+    held.apply(removed([3], remaining_copy_counts=[1]), stored([1, 2]))
     assert held.holds(3)
     other = Held()
-    other.tell(stored([3], 2))
-    other.tell(removed([3], remaining_copy_counts=[0]), stored([1, 2]))
+    other.apply(stored([3], 2))
+    other.apply(removed([3], remaining_copy_counts=[0]), stored([1, 2]))
     assert not other.holds(3)
 
 
@@ -167,7 +167,7 @@ def test_counts_of_the_engine_win_whatever_was_missed(seed: int) -> None:
             copies[name] += 1
             event = stored([name], origin="NEW")
         if heard:
-            held.tell(event)
+            held.apply(event)
         if event["type"] == "BlockStored":
             unsure |= set() if heard else {name}
         elif heard and (held.holds(name) or not copies[name]):
@@ -181,12 +181,12 @@ def test_counts_of_the_engine_win_whatever_was_missed(seed: int) -> None:
 
 def test_an_empty_payload_and_empty_batches_tell_nothing() -> None:
     held = Held()
-    held.tell(stored(CHAIN))
+    held.apply(stored(CHAIN))
     counters = held.index.counters
     before = counters.as_dict()
     for _ in range(1000):
         assert held.stream.apply(b"") == 0
-        held.tell()
+        held.apply()
     after = counters.as_dict()
     assert after.pop("batches") == before.pop("batches") + 2000
     assert after == before

@@ -146,16 +146,16 @@ def test_what_was_dumped_comes_back(seed: int, binary: bool) -> None:
         assert copy.match(prompt)[0] == pair.index.match(prompt)[0]
 
 
-def told(*events: dict[str, Any]) -> PrefixIndex:
+def index_of(*events: dict[str, Any]) -> PrefixIndex:
     """Returns an index with blocks of one token, after a stream has applied these events."""
     index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
-    tell(worker.stream(0), *events)
+    apply(worker.stream(0), *events)
     return index
 
 
-def tell(stream: Stream, *events: dict[str, Any]) -> None:
+def apply(stream: Stream, *events: dict[str, Any]) -> None:
     assert not stream.apply(msgpack.packb([1.5, list(events), None])) & (FLAWED | NO_ROOM)
 
 
@@ -210,16 +210,16 @@ WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec
 
 def test_cache_groups_come_back_in_the_binary_form() -> None:
     drop = {"type": "BlockRemoved", "block_hashes": [8], "group_idx": 1}
-    index = told(blocks(1, 9, group_idx=0), blocks(1, 9, **WINDOW), drop)
+    index = index_of(blocks(1, 9, group_idx=0), blocks(1, 9, **WINDOW), drop)
     copy, stream = copied(index)
     assert [score(one, n) for one in (index, copy) for n in (9, 8, 7)] == [7, 7, 7] * 2
     # The kinds of the groups are known without being announced again.
-    tell(stream, {**drop, "block_hashes": [6]})
+    apply(stream, {**drop, "block_hashes": [6]})
     assert score(copy, 9) == 5
-    tell(stream, blocks(6, 6, group_idx=1), blocks(8, 8, group_idx=1))
+    apply(stream, blocks(6, 6, group_idx=1), blocks(8, 8, group_idx=1))
     assert score(copy, 9) == 9
     # So is the fact that the engine numbers its groups: its clear leaves offloaded blocks.
-    tell(stream, blocks(1, 1, group_idx=0, medium="CPU"), {"type": "AllBlocksCleared"})
+    apply(stream, blocks(1, 1, group_idx=0, medium="CPU"), {"type": "AllBlocksCleared"})
     assert score(copy, 9) == 0
     assert copy.stats()["held"] == {"device": 0, "host": 1, "disk": 0, "external": 0}
     copy.verify()
@@ -227,11 +227,13 @@ def test_cache_groups_come_back_in_the_binary_form() -> None:
 
 def test_salted_prompts_come_back_in_the_binary_form() -> None:
     salted = {"cache_salt": "s"}
-    index = told(blocks(1, 3, **salted), blocks(4, 5), {**blocks(9, 9), "parent_block_hash": None})
+    index = index_of(
+        blocks(1, 3, **salted), blocks(4, 5), {**blocks(9, 9), "parent_block_hash": None}
+    )
     assert (score(index, 5, "s"), score(index, 5)) == (5, 0)
     copy, stream = copied(index)
     assert (score(copy, 5, "s"), score(copy, 5)) == (5, 0)
-    tell(stream, blocks(6, 7))  # below salted blocks, and therefore salted
+    apply(stream, blocks(6, 7))  # below salted blocks, and therefore salted
     assert (score(copy, 7, "s"), score(copy, 7)) == (7, 0)
     assert copied(copy)[0].match([1])[0] == {}
     copy.verify()
@@ -240,8 +242,8 @@ def test_salted_prompts_come_back_in_the_binary_form() -> None:
 def test_names_of_offloaded_blocks_are_kept_where_the_dumped_rank_kept_them() -> None:
     offload = {**blocks(1, 2, medium="CPU"), "token_ids": []}
     removed = {"type": "BlockRemoved", "block_hashes": [2]}
-    copy, stream = copied(told(blocks(1, 2), offload))
-    tell(stream, removed, {**removed, "medium": "CPU"}, {**offload, "block_hashes": [2]})
+    copy, stream = copied(index_of(blocks(1, 2), offload))
+    apply(stream, removed, {**removed, "medium": "CPU"}, {**offload, "block_hashes": [2]})
     assert copy.match([])[0] == {}
     assert copy.stats()["held"]["host"] == 2
     copy.verify()

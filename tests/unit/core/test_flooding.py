@@ -51,7 +51,7 @@ def stored(names: list[int], parent: int | None = None, medium: str = "GPU") -> 
     return ["BlockStored", names, parent, tokens, 1, None, medium]
 
 
-def told(*events: list[object]) -> PrefixIndex:
+def index_of(*events: list[object]) -> PrefixIndex:
     index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
     worker.register(0)
@@ -64,7 +64,7 @@ def told(*events: list[object]) -> PrefixIndex:
 
 @pytest.mark.parametrize("keys", [crafted, multiples])
 def test_names_of_a_batch(keys: Callable[[], list[int]]) -> None:
-    index = told(stored(keys()))
+    index = index_of(stored(keys()))
     assert index.stats()["blocks"] == KEYS
     index.verify()
 
@@ -72,13 +72,13 @@ def test_names_of_a_batch(keys: Callable[[], list[int]]) -> None:
 @pytest.mark.parametrize("keys", [crafted, multiples])
 def test_blocks_that_wait_and_what_they_wait_for(keys: Callable[[], list[int]]) -> None:
     names = keys()
-    index = told(*(stored([name], parent) for name, parent in pairwise(names)))
+    index = index_of(*(stored([name], parent) for name, parent in pairwise(names)))
     assert index.stats()["parked_now"] == KEYS - 1
     index.verify()
 
 
 def test_names_without_content() -> None:
-    index = told(stored(crafted(), medium="CPU"))
+    index = index_of(stored(crafted(), medium="CPU"))
     assert index.stats()["parked_now"] == KEYS
     index.verify()
 

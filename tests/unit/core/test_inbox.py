@@ -105,8 +105,8 @@ def test_it_does_what_the_model_does(seed: int) -> None:
             inbox.clear()
             while model.waiting:
                 model.pop()
-        said = inbox.pushed, inbox.popped, inbox.messages, inbox.size_bytes, inbox.dropped
-        assert said == (
+        counters = inbox.pushed, inbox.popped, inbox.messages, inbox.size_bytes, inbox.dropped
+        assert counters == (
             model.pushed,
             model.popped,
             len(model.waiting),

@@ -123,18 +123,18 @@ def test_an_export_tells_of_all_that_lives_throughout() -> None:
     for number in range(300):
         one.add(f"stays-{number}", [1, 2, number + 10])
     one.ledger.prefill_complete("stays-5")
-    told: list[str] = []
+    exported: list[str] = []
     after: int | None = 0
     rounds = 0
     other = Journal(LIMIT)
     while after is not None:
         after = one.ledger.export(other, after, 1000)
-        told += [each.request_id for each in read(other.take()) if isinstance(each, Booked)]
+        exported += [each.request_id for each in read(other.take()) if isinstance(each, Booked)]
         one.add(f"comes-{rounds}", [rounds + 1000])
         if rounds:
             one.ledger.free(f"comes-{rounds - 1}")
         rounds += 1
-    stays = [name for name in told if name.startswith("stays")]
+    stays = [name for name in exported if name.startswith("stays")]
     assert sorted(stays) == sorted(f"stays-{number}" for number in range(300))
     assert rounds > 10
 

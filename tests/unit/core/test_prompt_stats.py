@@ -84,9 +84,9 @@ def test_the_last_tokens_are_kept() -> None:
     index = Index()
     for first in range(KEPT + 3):
         index.store(prompt(first))
-    told = index.index.announced()
-    assert told.prompts == KEPT + 3
-    assert sorted(told.first_tokens) == list(range(3, KEPT + 3))
+    announced = index.index.announced()
+    assert announced.prompts == KEPT + 3
+    assert sorted(announced.first_tokens) == list(range(3, KEPT + 3))
 
 
 def test_selections_count_as_they_are_answered() -> None:

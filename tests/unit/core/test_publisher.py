@@ -86,12 +86,12 @@ BATCHES = st.one_of(
 
 
 @given(st.lists(BATCHES, max_size=6))
-def test_an_inbox_tells_when_another_one_speaks(said: list[Any]) -> None:
+def test_an_inbox_tells_when_another_one_speaks(batches: list[Any]) -> None:
     inbox = Inbox(InboxSpace())
     met: list[tuple[int, bytes]] = []
     taken: list[int] = []
     speaker = b""
-    for number, batch in enumerate(said):
+    for number, batch in enumerate(batches):
         inbox.push(number, msgpack.packb(batch))
     inbox.drain(
         lambda seq, payload: taken.append(seq),
@@ -101,12 +101,12 @@ def test_an_inbox_tells_when_another_one_speaks(said: list[Any]) -> None:
         lambda publisher: met.append((len(taken), publisher)),
     )
     expected = []
-    for number, batch in enumerate(said):
+    for number, batch in enumerate(batches):
         if plainly(batch) != speaker:
             speaker = plainly(batch)
             expected.append((number, speaker))
     assert met == expected
-    assert taken == list(range(len(said)))
+    assert taken == list(range(len(batches)))
 
 
 @given(st.binary(max_size=60))

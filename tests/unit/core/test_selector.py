@@ -493,10 +493,10 @@ def test_what_has_changed_since_it_was_remembered() -> None:
     assert fleet.pool.changed() == fleet.pool.changed() == b"\0\0\1"
     fleet.pool.remember()
     assert fleet.pool.changed() == b"\0\0\0"
-    nobody = Pool(None, Ledger(), 16)
-    assert nobody.changed() is None
-    nobody.remember()
-    assert nobody.changed() == b""
+    empty = Pool(None, Ledger(), 16)
+    assert empty.changed() is None
+    empty.remember()
+    assert empty.changed() == b""
 
 
 def test_who_waits_is_asked_again_without_a_prompt() -> None:
@@ -637,8 +637,8 @@ def test_what_lies_far_below_the_warmest_counts_as_if_it_were_nearer() -> None:
     # The warmest rank is looked for among those that may be chosen.
     mask = fleet.pool.mask([1, 2, 3])
     assert [row.counted_tokens for row in fleet.pool.explain(near, mask)] == [16, 64, 124, 124]
-    nobody = fleet.pool.mask([])
-    assert [row.counted_tokens for row in fleet.pool.explain(near, nobody)] == [16, 64, 128, 160]
+    unmasked = fleet.pool.mask([])
+    assert [row.counted_tokens for row in fleet.pool.explain(near, unmasked)] == [16, 64, 128, 160]
 
 
 def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:

@@ -9,10 +9,10 @@ from kvd.diagnosis.probes import GREETING, READY, is_greeting, read_probe
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"HTTP/1.1 400 Bad Request", b"\xff", b"\xff\0\0\0\0\0\0\0\1\0"]
+    "received", [b"", b"HTTP/1.1 400 Bad Request", b"\xff", b"\xff\0\0\0\0\0\0\0\1\0"]
 )
-def test_who_does_not_greet_speaks_something_else(said: bytes) -> None:
-    assert read_probe(said) == ProbeResult(received=said)
+def test_who_does_not_greet_speaks_something_else(received: bytes) -> None:
+    assert read_probe(received) == ProbeResult(received=received)
 
 
 def test_a_greeting_and_a_socket_type() -> None:

@@ -47,8 +47,10 @@ def test_a_session_that_is_named_is_that(chains: Chains) -> None:
     ("api", "name"), [(Api.CHAT, "messages"), (Api.MESSAGES, "messages"), (Api.RESPONSES, "input")]
 )
 def test_text_leads_on(chains: Chains, api: Api, name: str) -> None:
-    def session(*said: str, tenant: str = "", served: Served = SERVED, **more: Any) -> str | None:
-        return chains.session(asked(api, **{name: list(said)}, **more), served, tenant)
+    def session(
+        *messages: str, tenant: str = "", served: Served = SERVED, **more: Any
+    ) -> str | None:
+        return chains.session(asked(api, **{name: list(messages)}, **more), served, tenant)
 
     first = session("a")
     assert first is not None
@@ -72,16 +74,16 @@ def test_what_has_no_turns_has_no_session(chains: Chains) -> None:
 
 
 def test_marks_that_move_change_nothing(chains: Chains) -> None:
-    said: list[Any] = []
+    history: list[Any] = []
     sessions = set()
     for turn in range(4):
         text = {"type": "text", "text": 'a "cache_control":{}, in \\ a text'}
         last = {"role": "user", "content": [text | MARK]}
         bill = {"type": "text", "text": f"x-anthropic-billing-header: {turn}"}
         system = [bill, {"type": "text", "text": "Be brief."} | MARK]
-        one = asked(Api.MESSAGES, system=system, messages=[*said, last])
+        one = asked(Api.MESSAGES, system=system, messages=[*history, last])
         sessions.add(chains.session(one, SERVED, ""))
-        said += [{"role": "user", "content": [text]}, {"role": "assistant", "content": "b"}]
+        history += [{"role": "user", "content": [text]}, {"role": "assistant", "content": "b"}]
     assert len(sessions) == 1
 
 

@@ -76,8 +76,8 @@ def test_a_stream_is_whole_with_its_last_event(form: ErrorForm, tail: bytes, who
 
 
 def test_events_are_in_the_form_of_the_api() -> None:
-    said = event(BROKEN, ErrorForm.OPENAI, b"r", b"")
-    assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "upstream_failed"
+    shown = event(BROKEN, ErrorForm.OPENAI, b"r", b"")
+    assert json.loads(shown.removeprefix(b"data: "))["error"]["code"] == "upstream_failed"
     tail = b'data: {"type":"response.output_text.delta","sequence_number": 41}\n\n'
     name, data, *_ = event(BROKEN, ErrorForm.RESPONSES, b"r", tail).split(b"\n")
     assert name == b"event: error"

@@ -145,7 +145,7 @@ def test_an_answer_may_hand_nothing_over(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "other", "told"),
+    ("host", "other", "lines"),
     [
         (b'"localhost"', "10.0.0.2", 1),
         (b'"127.0.0.1"', "10.0.0.2", 1),
@@ -158,19 +158,19 @@ def test_an_answer_may_hand_nothing_over(answer: Answer) -> None:
     ],
 )
 def test_a_host_that_others_do_not_reach_is_told_once(
-    host: bytes, other: str, told: int, caplog: pytest.LogCaptureFixture
+    host: bytes, other: str, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = upstream(EngineKind.VLLM, prefills=True), upstream(EngineKind.VLLM)
     prefill.address, decode.address = "10.0.0.1", other
     for _ in range(2):
         judge_host(b'{"remote_host":%b}' % host, prefill, decode)
-    assert [record.getMessage() for record in caplog.records].count("prefill_unreachable") == told
+    assert [record.getMessage() for record in caplog.records].count("prefill_unreachable") == lines
 
 
 def met(body: bytes, place: EngineRank) -> dict[str, Any]:
-    said = json.loads(meeting(read(Api.COMPLETIONS, [], body), body, place))
-    assert isinstance(said, dict)
-    return said
+    members = json.loads(meeting(read(Api.COMPLETIONS, [], body), body, place))
+    assert isinstance(members, dict)
+    return members
 
 
 def test_a_room_says_its_rank() -> None:
@@ -179,22 +179,22 @@ def test_a_room_says_its_rank() -> None:
     rooms = set()
     for rank in one.facts.ranks if one.facts else ():
         for _ in range(20):
-            said = met(b'{"prompt":"a"}', EngineRank(one, rank))
-            assert (said["bootstrap_host"], said["bootstrap_port"]) == ("10.1.2.3", 8998)
-            assert said["bootstrap_room"] % 3 == rank - 4
-            assert 0 <= said["bootstrap_room"] < 2**63 - 2**32
-            rooms.add(said["bootstrap_room"])
+            members = met(b'{"prompt":"a"}', EngineRank(one, rank))
+            assert (members["bootstrap_host"], members["bootstrap_port"]) == ("10.1.2.3", 8998)
+            assert members["bootstrap_room"] % 3 == rank - 4
+            assert 0 <= members["bootstrap_room"] < 2**63 - 2**32
+            rooms.add(members["bootstrap_room"])
     assert len(rooms) == 60
 
 
 @pytest.mark.parametrize("prompt", [b'["a","b"]', b"[ [1],[2]]"])
 def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
-    said = met(
+    sent = met(
         b'{"prompt":' + prompt + b"}", EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
     )
-    assert said["bootstrap_host"] == ["10.1.2.3"] * 2
-    assert said["bootstrap_port"] == [8998] * 2
-    assert len(set(said["bootstrap_room"])) == 2
+    assert sent["bootstrap_host"] == ["10.1.2.3"] * 2
+    assert sent["bootstrap_port"] == [8998] * 2
+    assert len(set(sent["bootstrap_room"])) == 2
 
 
 @pytest.mark.parametrize("members", [b'"prompt":[[%b]]', b'"bootstrap_room":null,"seed":%b'])

@@ -142,11 +142,11 @@ def test_workers_with_and_without_events_stand_side_by_side() -> None:
     """One worker announces its blocks, the other's are predicted; the first has no predictions."""
     index, ledger = PrefixIndex(4, IngestStats()), Ledger()
     predictions = Predictions(TTL_S, MAX_BLOCKS, RATIO)
-    told, silent = index.add_worker(1), None
-    told.register(0)
-    told.store(0, [1, 2], [1, 2])
+    announcing, silent = index.add_worker(1), None
+    announcing.register(0)
+    announcing.store(0, [1, 2], [1, 2])
     ranks = [ledger.add_rank(worker, 0) for worker in (1, 2)]
-    candidates = [Candidate(1, 0, told, ranks[0]), Candidate(2, 0, silent, ranks[1])]
+    candidates = [Candidate(1, 0, announcing, ranks[0]), Candidate(2, 0, silent, ranks[1])]
     pool = Pool(index, ledger, 4, candidates, predictions)
 
     def reach(path: list[int]) -> list[int]:

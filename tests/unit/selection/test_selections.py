@@ -549,13 +549,13 @@ async def test_constraints_that_contradict_each_other() -> None:
     both = Constraints(allowed=frozenset([2]), pinned=(1, 0))
     with pytest.raises(BadRequest):
         service.select([1], constraints=both)
-    for nobody in (
+    for unmet in (
         Constraints(allowed=frozenset()),
         Constraints(pinned=(1, 1)),
         Constraints(taints=frozenset(["x"])),
     ):
         with pytest.raises(Unavailable):
-            service.select([1], constraints=nobody)
+            service.select([1], constraints=unmet)
 
 
 @pytest.mark.parametrize("bound", [{"options": replace(OPTIONS, max_held=3)}, {"max_waiting": 3}])

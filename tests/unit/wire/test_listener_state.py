@@ -292,8 +292,8 @@ def test_the_next_answer_behind_a_loss_is_not_taken_for_the_same_engines() -> No
     assert listener.stats.restarts == 1
 
 
-@pytest.mark.parametrize("said", [b"new %d", b"%d"])
-def test_an_idle_engine_proves_itself_anew_behind_a_loss(said: bytes) -> None:
+@pytest.mark.parametrize("batch_form", [b"new %d", b"%d"])
+def test_an_idle_engine_proves_itself_anew_behind_a_loss(batch_form: bytes) -> None:
     listener, applied = make(replay=True)
     feed(listener, (0, b"0"), (1, b"1"))
     listener.lost_connection("gone", 1.0)
@@ -304,8 +304,10 @@ def test_an_idle_engine_proves_itself_anew_behind_a_loss(said: bytes) -> None:
     listener.lost_connection("gone", 2.0)
     listener.catch_up.begin()
     assert listener.catch_up.wanted().start == 2
-    is_other = listener.catch_up.take(2, said % 2) is ReplayEnd.OTHER_ENGINE
-    assert (is_other, applied) == ((False, [b"0", b"1", b"2"]) if said == b"%d" else (True, []))
+    is_other = listener.catch_up.take(2, batch_form % 2) is ReplayEnd.OTHER_ENGINE
+    assert (is_other, applied) == (
+        (False, [b"0", b"1", b"2"]) if batch_form == b"%d" else (True, [])
+    )
     listener.catch_up.begin()
     assert listener.catch_up.wanted().start == (0 if is_other else 2)
     listener.joined()

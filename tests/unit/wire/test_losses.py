@@ -90,7 +90,7 @@ class Port:
         self.listener.receiving()
         self.listener.joined()
 
-    def say(self, seq: int, rank: int | None, *events: object) -> str:
+    def take(self, seq: int, rank: int | None, *events: object) -> str:
         """Has the stream take a batch; returns its health behind it."""
         payload: bytes = msgpack.packb([seq + 0.5, events, rank])
         if self.listener.take(seq, payload) and self.listener.catch_up.judge() is not Verdict.STALE:
@@ -98,7 +98,7 @@ class Port:
         return self.listener.health(0.0)
 
     def go_on(self, seq: int, rank: int, batches: int) -> list[str]:
-        return [self.say(seq + n, rank) for n in range(batches)]
+        return [self.take(seq + n, rank) for n in range(batches)]
 
 
 def stored(name: int, **members: object) -> dict[str, object]:
@@ -117,60 +117,60 @@ ALL_CLEARED = {"type": "AllBlocksCleared"}
 
 def test_a_clear_of_one_rank_leaves_what_another_has_lost() -> None:
     port = Port()
-    assert port.say(0, 1, stored(1)) == "exact"
-    assert port.say(1, 0, stored(2)) == "exact"
-    assert port.say(3, 0, stored(3)) == "degraded"  # batch 2 may have been rank 1's
-    assert port.say(4, 0, ALL_CLEARED) == "degraded"
+    assert port.take(0, 1, stored(1)) == "exact"
+    assert port.take(1, 0, stored(2)) == "exact"
+    assert port.take(3, 0, stored(3)) == "degraded"  # batch 2 may have been rank 1's
+    assert port.take(4, 0, ALL_CLEARED) == "degraded"
     assert port.listener.loss == "missing 2"
-    assert port.say(5, 1, ALL_CLEARED, stored(4)) == "degraded"  # there may be further ranks
+    assert port.take(5, 1, ALL_CLEARED, stored(4)) == "degraded"  # there may be further ranks
     assert port.go_on(6, 0, HEARD_AFTER - 3)[-2:] == ["degraded", "exact"]
 
 
 def test_a_rank_that_is_heard_late_has_lost_what_came_before() -> None:
     port = Port()
-    assert port.say(1, 0, stored(2)) == "degraded"  # batch 0 was rank 1's
-    assert port.say(2, 0, ALL_CLEARED) == "degraded"
+    assert port.take(1, 0, stored(2)) == "degraded"  # batch 0 was rank 1's
+    assert port.take(2, 0, ALL_CLEARED) == "degraded"
     assert port.go_on(3, 0, HEARD_AFTER)[-1] == "exact"
-    assert port.say(HEARD_AFTER + 3, 1, stored(7)) == "degraded"
+    assert port.take(HEARD_AFTER + 3, 1, stored(7)) == "degraded"
     assert port.listener.loss == "missing 0"
-    assert port.say(HEARD_AFTER + 4, 1, ALL_CLEARED) == "exact"
+    assert port.take(HEARD_AFTER + 4, 1, ALL_CLEARED) == "exact"
 
 
 def test_who_is_registered_again_has_lost_it_for_every_rank() -> None:
     port = Port(expected=2)
-    assert port.say(2, 0, stored(8)) == "degraded"
-    assert port.say(3, 0, ALL_CLEARED) == "degraded"
+    assert port.take(2, 0, stored(8)) == "degraded"
+    assert port.take(3, 0, ALL_CLEARED) == "degraded"
     assert port.listener.loss == "registered again"
 
 
 def test_a_port_whose_batches_name_no_rank_has_one() -> None:
     port = Port()
-    assert port.say(3, None, stored(8)) == "degraded"
-    assert port.say(4, None, ALL_CLEARED) == "exact"
-    assert port.say(5, 0, stored(9)) == "degraded"  # batches name ranks now: others may exist
+    assert port.take(3, None, stored(8)) == "degraded"
+    assert port.take(4, None, ALL_CLEARED) == "exact"
+    assert port.take(5, 0, stored(9)) == "degraded"  # batches name ranks now: others may exist
 
 
 def test_a_clear_of_the_device_leaves_what_lower_tiers_have_lost() -> None:
     port = Port()
     group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    port.say(0, None, stored(5, **group))
-    assert port.say(2, None, stored(6, **group)) == "degraded"  # batch 1 has offloaded block 5
-    assert port.say(3, None, ALL_CLEARED) == "degraded"
+    port.take(0, None, stored(5, **group))
+    assert port.take(2, None, stored(6, **group)) == "degraded"  # batch 1 has offloaded block 5
+    assert port.take(3, None, ALL_CLEARED) == "degraded"
     for seq, medium in enumerate(("CPU", "STORAGE"), 4):
-        assert port.say(seq, None, {**ALL_CLEARED, "medium": medium}) == "degraded"
-    assert port.say(6, None, {**ALL_CLEARED, "medium": "EXTERNAL"}) == "exact"
+        assert port.take(seq, None, {**ALL_CLEARED, "medium": medium}) == "degraded"
+    assert port.take(6, None, {**ALL_CLEARED, "medium": "EXTERNAL"}) == "exact"
 
 
 @pytest.mark.parametrize("flaw", ["of its rank", "of no rank"])
 def test_a_batch_that_is_not_understood_is_lost_of_its_rank(flaw: str) -> None:
     port = Port()
-    port.say(0, 0, stored(1))
-    port.say(1, 1, stored(1))
+    port.take(0, 0, stored(1))
+    port.take(1, 1, stored(1))
     if flaw == "of its rank":
-        assert port.say(2, 1, {"type": "BlockStored"}) == "degraded"
+        assert port.take(2, 1, {"type": "BlockStored"}) == "degraded"
     elif port.listener.take(2, b"\xc1"):
         port.listener.catch_up.apply_held()
-    assert port.say(3, 1, ALL_CLEARED) == ("exact" if flaw == "of its rank" else "degraded")
+    assert port.take(3, 1, ALL_CLEARED) == ("exact" if flaw == "of its rank" else "degraded")
 
 
 @pytest.mark.parametrize("standard", [False, True])
@@ -181,7 +181,7 @@ def test_no_clear_ends_what_a_publisher_of_a_conductor_has_lost(standard: bool) 
     port = Port(stream=StandardEventStream(source, identity))
     where = {"tenant_id": "default", "backend_id": "w", "dp_rank": 0}
     cleared = {"event_type": "cleared", "event_id": 3, **where} if standard else ALL_CLEARED
-    assert port.say(0, 0, stored(1)) == "exact"
-    assert port.say(2, 0, stored(2)) == "degraded"
-    assert port.say(3, 0, cleared) == "degraded"
+    assert port.take(0, 0, stored(1)) == "exact"
+    assert port.take(2, 0, stored(2)) == "degraded"
+    assert port.take(3, 0, cleared) == "degraded"
     assert set(port.go_on(4, 0, HEARD_AFTER + 1)) == {"degraded"}

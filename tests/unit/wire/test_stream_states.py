@@ -46,7 +46,7 @@ LINK_LEADS_TO = {
 }
 
 
-def tell(link: StreamLink, event: LinkEvent) -> None:
+def report(link: StreamLink, event: LinkEvent) -> None:
     {
         LinkEvent.CONNECTING: link.connecting,
         LinkEvent.JOINED: link.joined,
@@ -63,10 +63,10 @@ def test_every_event_of_a_link_has_a_row_or_raises(state: LinkState, event: Link
     link.state = state
     if (state, event) in LINK_BUGS:
         with pytest.raises(KeyError):
-            tell(link, event)
+            report(link, event)
         assert link.state is state
     else:
-        tell(link, event)
+        report(link, event)
         assert link.state is LINK_AFTER[state, event]
         assert link.state in LINK_LEADS_TO[event]
 
@@ -172,7 +172,7 @@ STEPS = 60
 SEEDS = scaled(60)
 
 
-class Told(Applied):
+class RecordingIndex(Applied):
     """A stream of one rank; the last word of a batch determines what `apply` reports."""
 
     def apply(self, payload: bytes) -> int:
@@ -188,13 +188,13 @@ class Life:
         self.chance = random.Random(seed)
         self.can_ask = self.chance.random() < 0.8
         server = "tcp://127.0.0.1:2" if self.can_ask else None
-        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", Told(), server)  # type: ignore[arg-type]
+        self.listener = EventStream("1:0", "tcp://127.0.0.1:1", RecordingIndex(), server)  # type: ignore[arg-type]
         self.now = 0.0
         self.history: list[stream_model.Happened] = []
         self.engine = 0
         self.in_session = False
         self.has_paused = False
-        self.said: dict[int, bytes] = {}  # batches of the present engine, by number
+        self.batches: dict[int, bytes] = {}  # batches of the present engine, by number
 
     def happen(self, what: str, *details: object) -> None:
         self.history.append((what, self.now, *details))
@@ -244,7 +244,7 @@ class Life:
     def forget_held(self) -> None:
         """Makes the held batch a plain one when it comes again."""
         if (held := self.listener.catch_up.held) is not None:
-            del self.said[held[0]]
+            del self.batches[held[0]]
 
     # ---- batches
 
@@ -258,7 +258,7 @@ class Life:
         elif catch_up.asks and self.chance.random() < 0.7:
             catch_up.ask()
             self.happen("asked")
-        elif self.chance.random() < 0.1 and self.listener.cursor.last in self.said:
+        elif self.chance.random() < 0.1 and self.listener.cursor.last in self.batches:
             self.repeat()
         else:
             self.receive_next()
@@ -269,14 +269,14 @@ class Life:
     def repeat(self) -> None:
         last = self.listener.cursor.last
         assert last is not None
-        if self.listener.take(last, self.said[last]):
+        if self.listener.take(last, self.batches[last]):
             assert self.listener.catch_up.judge() is Verdict.STALE
 
     def receive_next(self) -> None:
         kind = self.chance.choice(("plain", "plain", "plain", "flawed", "emptied"))
         gap = self.chance.choice((0, 0, 0, 1, 3))
         seq = self.listener.cursor.expected + gap
-        payload = self.said[seq] = self.text(seq, kind)
+        payload = self.batches[seq] = self.text(seq, kind)
         if self.listener.take(seq, payload):
             assert self.listener.catch_up.judge() is not Verdict.STALE
             self.happen("held", kind, gap)
@@ -292,7 +292,7 @@ class Life:
         if catch_up.wanted().start < self.listener.cursor.expected and self.chance.random() < 0.3:
             how = "other"
             self.start_engine()
-            self.said[seq] = payload
+            self.batches[seq] = payload
             assert self.bring(ReplayEnd.MARKER) is ReplayEnd.OTHER_ENGINE
         if how in ("same", "other"):
             assert self.bring(ReplayEnd.MARKER) in (ReplayEnd.MARKER, ReplayEnd.REACHED)
@@ -325,7 +325,7 @@ class Life:
 
     def start_engine(self) -> None:
         self.engine += 1
-        self.said.clear()
+        self.batches.clear()
 
     def bring(self, end: ReplayEnd, stop: int = 2**63) -> ReplayEnd:
         """Has a replay bring the wanted batches below the number `stop`, and end with `end`."""
@@ -333,7 +333,7 @@ class Life:
         catch_up.begin()
         wanted = catch_up.wanted()
         for seq in range(wanted.start, min(wanted.stop, stop)):
-            payload = self.said.setdefault(seq, self.text(seq))
+            payload = self.batches.setdefault(seq, self.text(seq))
             if (over := catch_up.take(seq, payload)) is not None:
                 return catch_up.end(over)
         return catch_up.end(end)
