@@ -42,10 +42,10 @@ DIRECTIVES = {
 
 def flavour_stamp() -> str:
     """Returns a file that changes when the flavour or its flags do, so that objects are rebuilt."""
-    said = " ".join(["debug", *DEBUG_FLAGS] if DEBUG else ["release", *RELEASE_FLAGS, *LINK_FLAGS])
-    if not FLAVOUR.exists() or FLAVOUR.read_text() != said:
+    flavour = " ".join(["debug", *DEBUG_FLAGS] if DEBUG else ["release", *RELEASE_FLAGS, *LINK_FLAGS])
+    if not FLAVOUR.exists() or FLAVOUR.read_text() != flavour:
         FLAVOUR.parent.mkdir(exist_ok=True)
-        FLAVOUR.write_text(said)
+        FLAVOUR.write_text(flavour)
     return str(FLAVOUR)
 
 

@@ -9,6 +9,7 @@ msgpack.hpp            a reading cursor over msgpack
 steps.hpp              the budget of a slice of long work
 chains.hpp             the skeleton of trees of blocks: chains, descend, split, merge
 recent                 digests of a stream's last batches
+rendering.pxd          bytes that are written in place, for answers
 draws                  random numbers in bulk
 sampling               samples the requests that observers are notified of
 """

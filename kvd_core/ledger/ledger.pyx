@@ -15,11 +15,11 @@ from collections import namedtuple
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.pyport cimport PY_SSIZE_T_MAX
-from cpython.ref cimport Py_DECREF
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libcpp.memory cimport make_unique
 
 cimport cython
+from kvd_core.base.rendering cimport PyBytes_New, cut
 from kvd_core.json.scan cimport BodyScanner
 cimport kvd_core.ledger.book as books
 cimport kvd_core.ledger.requests as requests
@@ -40,8 +40,6 @@ cdef extern from "<cassert>" nogil:
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
-    PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
-    int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
 
 MAX_REQUESTS = kMaxRequests
 MAX_BLOCKS = kMaxBlocks
@@ -91,14 +89,6 @@ cdef string_view bounded(str text, str what) except *:
     if bytes_.size() > kMaxIdBytes:
         raise ValueError(f"{what} exceeds {MAX_REQUEST_ID_BYTES} bytes")
     return bytes_
-
-
-cdef bytes cut(PyObject* answer, Py_ssize_t size):
-    # Shortens an answer to what was rendered; takes over the reference.
-    _PyBytes_Resize(&answer, size)
-    text = <bytes>answer
-    Py_DECREF(text)
-    return text
 
 
 cdef class Loads:

@@ -16,11 +16,11 @@ from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_DECREF
 from libc.math cimport INFINITY
 from libc.string cimport memset
 from libcpp.string_view cimport string_view
 
+from kvd_core.base.rendering cimport PyBytes_New, cut
 from kvd_core.index.predictions cimport CPredicted
 from kvd_core.index.prefix_index cimport CIndex, Worker
 from kvd_core.json.scan cimport BodyScanner
@@ -44,8 +44,6 @@ from kvd_core.selector.types cimport CCandidate, CCandidateState, kMaxIslTokens
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
-    PyObject* PyBytes_New "PyBytes_FromStringAndSize" (const char*, Py_ssize_t) except NULL
-    int _PyBytes_Resize(PyObject** bytes, Py_ssize_t size) except -1
 
 NONE = <int64_t>kNoCandidate
 BUSY = <int64_t>kAllBusy
@@ -105,14 +103,6 @@ cdef char* put_array(char* to, const char* opening, const vector[uint64_t]& numb
             to = put_text(to, ",")
         to = put_number(to, numbers[at])
     return put_text(to, "]")
-
-
-cdef bytes cut(PyObject* answer, Py_ssize_t size):
-    # Shortens an answer to what was rendered; takes over the reference.
-    _PyBytes_Resize(&answer, size)
-    text = <bytes>answer
-    Py_DECREF(text)
-    return text
 
 
 cdef class Prompt:
