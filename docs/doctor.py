@@ -42,7 +42,8 @@ and to replay endpoints: once each, 2 s for an answer, 10 s in all, 1,024 addres
 
 1. `make run` starts kvd in front of two simulated engines; the first time it builds for two or
    three minutes. In another terminal, `.venv/bin/kvd doctor` says `nothing is wrong`.
-2. Make the most common mistake, an engine's HTTP port in place of that of its events:
+2. Make the most common mistake, an HTTP port (here the gateway's) in place of that of an engine's
+   events:
 
    ```
    curl -s http://127.0.0.1:8090/register -H 'Content-Type: application/json' \\
