@@ -42,10 +42,10 @@ DIRECTIVES = {
 
 def flavour_stamp() -> str:
     """Returns a file that changes when the flavour or its flags do, so that objects are rebuilt."""
-    flavour = " ".join(["debug", *DEBUG_FLAGS] if DEBUG else ["release", *RELEASE_FLAGS, *LINK_FLAGS])
-    if not FLAVOUR.exists() or FLAVOUR.read_text() != flavour:
+    built = " ".join(["debug", *DEBUG_FLAGS] if DEBUG else ["release", *RELEASE_FLAGS, *LINK_FLAGS])
+    if not FLAVOUR.exists() or FLAVOUR.read_text() != built:
         FLAVOUR.parent.mkdir(exist_ok=True)
-        FLAVOUR.write_text(flavour)
+        FLAVOUR.write_text(built)
     return str(FLAVOUR)
 
 

@@ -37,7 +37,7 @@ from kvd.replay.engine import Speed
 from kvd.replay.figures import ROWS, FigureRow, Figures, ratios
 from kvd.replay.plot import COLOURS, document, text
 from kvd.replay.policies import Chooser
-from kvd.replay.progress import Bar
+from kvd.replay.progress import ProgressBar
 from kvd.replay.recording import ReplayError, Windows
 from kvd.replay.routers import Routing
 from kvd.replay.runs import Case, run_all
@@ -111,7 +111,7 @@ def replayed(
     seeds = range(given.seed, given.seed + given.rounds)
     cases = [cell.case(policy, seed) for cell in cells for policy in chosen for seed in seeds]
     total = sum(len(case.traffic.recording().requests) for case in cases)
-    with closing(Bar(total)) as bar:
+    with closing(ProgressBar(total)) as bar:
         found = iter(run_all(cases, given.jobs, bar.advance))
     return {
         cell.name: {str(policy): [next(found) for _ in seeds] for policy in chosen}

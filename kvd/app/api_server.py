@@ -25,7 +25,7 @@ from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.routes import Route, WrongPath
 from kvd.http.tls import TlsServer
-from kvd.platform.activation import Passed, address
+from kvd.platform.activation import PassedSockets, address
 from kvd.telemetry.metrics import (
     Family,
     RequestMetrics,
@@ -68,7 +68,7 @@ class ApiServer:
         self._tls_sockets: list[socket.socket] = []
 
     async def open(
-        self, opened: ExitStack, config: Config, binds: Binds | None, passed: Passed
+        self, opened: ExitStack, config: Config, binds: Binds | None, passed: PassedSockets
     ) -> None:
         """Listens, so that an address in use is reported in one line; raises StartError.
 
@@ -196,7 +196,7 @@ class ApiServer:
 
 
 async def _open(
-    opened: ExitStack, binds: list[Bind], rights: UnixRights, passed: Passed, name: str
+    opened: ExitStack, binds: list[Bind], rights: UnixRights, passed: PassedSockets, name: str
 ) -> list[socket.socket]:
     """Returns the passed sockets named `name` in place of these binds, else sockets for each."""
     sockets = passed.named(name) if binds else []

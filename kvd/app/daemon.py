@@ -129,7 +129,7 @@ class DescriptorBounds:
 def run(
     config: Config,
     reader: ConfigReader,
-    passed: activation.Passed | None = None,
+    passed: activation.PassedSockets | None = None,
     identity: ProcessIdentity | None = None,
 ) -> int:
     """Runs until a signal ends it and returns the exit code; raises StartError.
@@ -161,7 +161,7 @@ async def serve(
     config: Config,
     reader: ConfigReader,
     bounds: DescriptorBounds,
-    passed: activation.Passed,
+    passed: activation.PassedSockets,
     ends: Signals,
     reloads: Signals,
     identity: ProcessIdentity | None = None,
@@ -186,7 +186,7 @@ async def _open_and_serve(
     config: Config,
     reader: ConfigReader,
     bounds: DescriptorBounds,
-    passed: activation.Passed,
+    passed: activation.PassedSockets,
     reloads: Signals,
     stop: Stop,
     identity: ProcessIdentity | None,

@@ -19,7 +19,7 @@ from kvd.http.listeners import file_remover
 from kvd.index.served_models import ServedModels
 from kvd.net.curve import KeyPair
 from kvd.net.dialing import Dialer
-from kvd.platform.activation import Passed
+from kvd.platform.activation import PassedSockets
 from kvd.replica_sync.plane import ReplicaSync
 from kvd.telemetry.logs import get_logger
 from kvd.wire.egress import EgressPolicy
@@ -51,7 +51,7 @@ class Ports:
         opened: ExitStack,
         config: Config,
         environ: Mapping[str, str],
-        passed: Passed,
+        passed: PassedSockets,
         context: Context,
     ) -> None:
         """Opens all sockets; closing `opened` closes them. Raises StartError."""

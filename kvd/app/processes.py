@@ -37,7 +37,7 @@ from kvd.http.listeners import file_remover, open_shared
 from kvd.http.options import UnixRights
 from kvd.http.routes import Scope
 from kvd.platform import activation, sdnotify
-from kvd.platform.activation import Passed
+from kvd.platform.activation import PassedSockets
 from kvd.platform.signals import Signals, end_with_parent
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import UNIX_PREFIX
@@ -108,7 +108,12 @@ class _Supervisor:
     """The parent: opens the sockets, starts the processes and watches them."""
 
     def __init__(
-        self, config: Config, reader: ConfigReader, folder: str, passed: Passed, opened: ExitStack
+        self,
+        config: Config,
+        reader: ConfigReader,
+        folder: str,
+        passed: PassedSockets,
+        opened: ExitStack,
     ) -> None:
         """Opens the shared port; raises StartError."""
         assert config.gateway_bind is not None
@@ -142,7 +147,7 @@ class _Supervisor:
         limit_us = os.environ.get("WATCHDOG_USEC")
         self._watchdog_s = None if limit_us is None else int(limit_us) / 1e6
 
-    def _open_shared(self, config: Config, passed: Passed) -> list[list[Named]]:
+    def _open_shared(self, config: Config, passed: PassedSockets) -> list[list[Named]]:
         """Returns the sockets of the gateway's port, a list for each process that shares it."""
         count = config.gateway_processes
         found: list[list[Named]] = [[] for _ in range(count)]
@@ -218,7 +223,7 @@ class _Supervisor:
         os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would reach only one of the processes
         os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
         identity = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
-        return daemon.run(child.config, self._reader, Passed(child.listening), identity)
+        return daemon.run(child.config, self._reader, PassedSockets(child.listening), identity)
 
     # ---- in the parent
 

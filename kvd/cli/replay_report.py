@@ -14,7 +14,7 @@ from kvd.replay import plot, table
 from kvd.replay.engine import Speed
 from kvd.replay.figures import Figures, measure_recorded
 from kvd.replay.policies import DEFAULT, Chooser
-from kvd.replay.progress import Bar
+from kvd.replay.progress import ProgressBar
 from kvd.replay.recording import Recording, Windows, reusable_share
 from kvd.replay.routers import Routing
 from kvd.replay.runs import Case, Replay, run_all
@@ -46,7 +46,7 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
     chosen: Sequence[Chooser] = given.policy or DEFAULT
     seeds = range(given.seed, given.seed + given.rounds)
     cases = [case(traffic, fleet, each, seed, given) for each in chosen for seed in seeds]
-    with closing(Bar(len(cases) * len(recording.requests))) as bar:
+    with closing(ProgressBar(len(cases) * len(recording.requests))) as bar:
         found = run_all(cases, given.jobs or len(os.sched_getaffinity(0)), bar.advance)
     rounds: dict[str, Sequence[Figures]] = {
         str(policy): found[at * given.rounds : (at + 1) * given.rounds]

@@ -85,7 +85,7 @@ class KvdEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SaltUsage:
     """Salts and adapters of prompts, either in questions or in events."""
 
     prompts: int = 0
@@ -106,8 +106,8 @@ class ModelEvidence:
     questions: int
     matched: int
     is_unmatched: bool  # of enough questions, none has matched
-    asked: Side
-    announced: Side
+    asked: SaltUsage
+    announced: SaltUsage
     ranks: Mapping[InstanceId, frozenset[int]]  # of instances with holes in their rank numbers
 
 

@@ -24,10 +24,10 @@ from kvd.diagnosis.evidence import (
     ProbeResult,
     ReplicaEvidence,
     ReplicaTraffic,
+    SaltUsage,
     SelectionEvidence,
     SharedEvidence,
     ShareEvidence,
-    Side,
     StreamEvidence,
     UpstreamEvidence,
     WorkerEvidence,
@@ -383,9 +383,9 @@ def _model(partition: Partition) -> ModelEvidence:
     )
 
 
-def _side(stats: PromptStats) -> Side:
+def _side(stats: PromptStats) -> SaltUsage:
     counted = stats.prompts, stats.salted, stats.adapted, stats.announcing_salts
-    return Side(*counted, frozenset(stats.first_tokens))
+    return SaltUsage(*counted, frozenset(stats.first_tokens))
 
 
 def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozenset[int]]:

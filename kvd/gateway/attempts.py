@@ -1,6 +1,6 @@
 """Chooses the next engine for a request among the healthy ones not tried yet.
 
-    crew of its engines (pools) ──> way ──> Question ──> Placement, booked ──> ChosenEngine
+    its eligible engines (pools) ──> way ──> Question ──> Placement, booked ──> ChosenEngine
 
 An Attempt is all that is known of a request while engines are tried.
 """
@@ -17,10 +17,17 @@ from typing import NamedTuple
 from kvd.errors import KvdError
 from kvd.gateway.choices import Choices, Placement, Question, WhileWanted, always_wanted
 from kvd.gateway.errors import GatewayError, Reason
-from kvd.gateway.pools import LIMITS, Crew, EngineRank, crew_of, prefill_body, worker_ids
+from kvd.gateway.pools import (
+    LIMITS,
+    EligibleEngines,
+    EngineRank,
+    eligible_engines,
+    prefill_body,
+    worker_ids,
+)
 from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api, ClientRequest
-from kvd.gateway.stats import Decision, GatewayStats, Way
+from kvd.gateway.stats import Decision, GatewayStats, PrefillPath
 from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.selection.phases import Phase
@@ -39,7 +46,7 @@ class ChosenEngine(NamedTuple):
     reservation_id: str
     decision: Decision
     matched_tokens: int  # 0 for a prompt whose tokens are not known
-    way: Way | None  # None: its model has no prefill engine
+    way: PrefillPath | None  # None: its model has no prefill engine
     prefill: EngineRank | None  # the rank that computes the prompt for `upstream`; None: itself
 
 
@@ -115,8 +122,10 @@ class EngineChooser:
         self._remote_tokens = remote_tokens
         self._prefix = prefix
         # For requests not tried yet, by model and whether they generate: the engines that serve,
-        # their crew, and the tokens of the longest request that all of them take.
-        self._crews: dict[tuple[Served, bool], tuple[Sequence[Upstream], Crew, float]] = {}
+        # their eligible engines, and the tokens of the longest request that all of them take.
+        self._eligible_by_kind: dict[
+            tuple[Served, bool], tuple[Sequence[Upstream], EligibleEngines, float]
+        ] = {}
         self._counter = count(1)
 
     async def choose(self, attempt: Attempt) -> ChosenEngine | None:
@@ -125,58 +134,58 @@ class EngineChooser:
         Raises GatewayError, or OSError if the client leaves meanwhile.
         """
         serving = self._upstreams.serving(attempt.served)
-        crew = self._crew(attempt, serving)
+        eligible = self._eligible(attempt, serving)
         try:
-            way = self._way(attempt, crew)
-            engines = crew.pairs if way is Way.REMOTE else crew.alone
+            way = self._way(attempt, eligible)
+            engines = eligible.pairs if way is PrefillPath.REMOTE else eligible.alone
             if not engines:
                 if serving and not attempt.tried:
                     text = "needs both a prefill engine and one that takes over from it"
                     raise GatewayError(Reason.NO_UPSTREAM, f"{attempt.served.model} {text}")
                 return None
-            phase = Phase.BOTH if way is Way.REMOTE else None
-            allowed = crew.alone_ids if engines is crew.alone else worker_ids(engines)
+            phase = Phase.BOTH if way is PrefillPath.REMOTE else None
+            allowed = eligible.alone_ids if engines is eligible.alone else worker_ids(engines)
             question = self._question(attempt, engines, allowed, phase)
             placement = await self._choices.choose(question)
         except GatewayError:
             raise
         except KvdError as error:
             raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        chosen = self._chosen(attempt, placement, question.reservation_id, way, crew)
+        chosen = self._chosen(attempt, placement, question.reservation_id, way, eligible)
         if chosen is None:
             self._choices.free(question.reservation_id)
             raise GatewayError(Reason.NO_UPSTREAM, "the chosen engine has just been removed")
         return chosen
 
-    def _crew(self, attempt: Attempt, serving: Sequence[Upstream]) -> Crew:
+    def _eligible(self, attempt: Attempt, serving: Sequence[Upstream]) -> EligibleEngines:
         if attempt.tried or attempt.bound is not None:
             left = [one for one in serving if attempt.may_try(one)]
-            return crew_of(attempt.held_by(left), attempt.path)
+            return eligible_engines(attempt.held_by(left), attempt.path)
         kind = attempt.served, attempt.path in LIMITS
-        known = self._crews.get(kind)
+        known = self._eligible_by_kind.get(kind)
         if known is None or known[0] is not serving:
-            if known is not None:  # an engine has changed, so any model's crew may have
-                self._crews.clear()
-            crew = crew_of(serving, attempt.path)
-            known = self._crews[kind] = serving, crew, _shortest_context(serving)
+            if known is not None:  # an engine has changed, so any model's eligible ones may have
+                self._eligible_by_kind.clear()
+            eligible = eligible_engines(serving, attempt.path)
+            known = self._eligible_by_kind[kind] = serving, eligible, _shortest_context(serving)
         if attempt.tokens_needed <= known[2]:
             return known[1]
-        return crew_of(attempt.held_by(serving), attempt.path)
+        return eligible_engines(attempt.held_by(serving), attempt.path)
 
-    def _way(self, attempt: Attempt, crew: Crew) -> Way | None:
+    def _way(self, attempt: Attempt, eligible: EligibleEngines) -> PrefillPath | None:
         """Returns the way a prompt is computed, None if its model has no prefill engine."""
         if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
             return None
-        if not crew.pairs or (attempt.prefill_failure is not None and crew.alone):
-            return Way.FALLBACK
-        if not crew.alone:
-            return Way.REMOTE
-        question = self._question(attempt, crew.alone, crew.alone_ids, None)
+        if not eligible.pairs or (attempt.prefill_failure is not None and eligible.alone):
+            return PrefillPath.FALLBACK
+        if not eligible.alone:
+            return PrefillPath.REMOTE
+        question = self._question(attempt, eligible.alone, eligible.alone_ids, None)
         if self._choices.least_prefill_tokens(question) < self._remote_tokens:
-            return Way.SHORT
+            return PrefillPath.SHORT
         if attempt.prefill_body is None:
             attempt.prefill_body = prefill_body(attempt.path, attempt.body)
-        return Way.UNSUITED if attempt.prefill_body is None else Way.REMOTE
+        return PrefillPath.UNSUITED if attempt.prefill_body is None else PrefillPath.REMOTE
 
     def _question(
         self,
@@ -223,8 +232,8 @@ class EngineChooser:
         attempt: Attempt,
         placement: Placement,
         reservation_id: str,
-        way: Way | None,
-        crew: Crew,
+        way: PrefillPath | None,
+        eligible: EligibleEngines,
     ) -> ChosenEngine | None:
         """Returns the engine of a placement; None if it has left, or lacks a prefill engine."""
         tokens = attempt.tokens
@@ -234,10 +243,10 @@ class EngineChooser:
         computing = self._upstreams.each.get(computes.worker_id)
         if upstream is None or computing is None:
             return None
-        if way is Way.REMOTE and placement.prefill is None:
-            if upstream not in crew.alone:
+        if way is PrefillPath.REMOTE and placement.prefill is None:
+            if upstream not in eligible.alone:
                 return None
-            way = Way.FALLBACK
+            way = PrefillPath.FALLBACK
         decision = _decision(attempt, computing, placement)
         self._stats.decisions[decision] += 1
         return ChosenEngine(

@@ -45,7 +45,7 @@ from kvd.gateway.pools import (
 )
 from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api, ClientRequest, read
-from kvd.gateway.stats import Decision, Ended, GatewayStats, Rung
+from kvd.gateway.stats import Decision, Ended, GatewayStats, TokenSource
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams, UpstreamState
 from kvd.http.relayed import RelayedRequest
@@ -552,13 +552,13 @@ def _decision_lines(attempt: Attempt, chosen: ChosenEngine) -> bytes:
     """Returns the lines of the headers that name the engine and why it was chosen."""
     endpoint_and_decision = chosen.upstream.url.encode(), chosen.decision.encode()
     lines = b"x-kvd-endpoint: %b\r\nx-kvd-decision: %b\r\n" % endpoint_and_decision
-    rung = Rung.NONE
+    source = TokenSource.NONE
     if (tokens := attempt.tokens) is not None:
-        rung = tokens.rung
+        source = tokens.source
         counts = chosen.matched_tokens, tokens.count
         lines += b"x-kvd-matched-tokens: %d\r\nx-kvd-prompt-tokens: %d\r\n" % counts
     if chosen.prefill is not None:
         lines += b"x-kvd-prefill: %b\r\n" % chosen.prefill.upstream.url.encode()
     elif chosen.way is not None:
         lines += b"x-kvd-prefill: %b\r\n" % chosen.way.encode()
-    return lines + b"x-kvd-tokens: %b\r\n" % rung.encode()
+    return lines + b"x-kvd-tokens: %b\r\n" % source.encode()

@@ -97,7 +97,7 @@ class EngineRank(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class EligibleEngines:
     """The engines that may serve a request now, by what they can do of it."""
 
     prefills: Sequence[Upstream]
@@ -111,21 +111,21 @@ class Crew:
         return [*self.prefills, *self.takers] if self.prefills and self.takers else []
 
 
-def crew_of(engines: Iterable[Upstream], path: bytes) -> Crew:
+def eligible_engines(engines: Iterable[Upstream], path: bytes) -> EligibleEngines:
     """Sorts engines by what they can do of a request to `path`."""
     prefills: list[Upstream] = []
     others: list[Upstream] = []
     for each in engines:
         (prefills if each.role is Role.PREFILL else others).append(each)
     if path not in LIMITS:
-        return Crew((), (), others, worker_ids(others))
+        return EligibleEngines((), (), others, worker_ids(others))
     alone = [each for each in others if not _only_decodes(each)]
     if not prefills:
-        return Crew((), (), alone, worker_ids(alone))
+        return EligibleEngines((), (), alone, worker_ids(alone))
     # All prefill engines of a model are of one kind (Upstreams).
     kinds = {_kind(each) for each in prefills}
     takers = [each for each in others if _kind(each) in kinds and _takes_over(each)]
-    return Crew(prefills, takers, alone, worker_ids(alone))
+    return EligibleEngines(prefills, takers, alone, worker_ids(alone))
 
 
 def worker_ids(engines: Iterable[Upstream]) -> frozenset[int]:

@@ -59,13 +59,13 @@ EVENT_FLAGS: Mapping[EngineKind, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ListedModel:
     """A model as an engine lists it."""
 
     name: str
     parent: str | None  # of an adapter: its base model
     max_model_len: int | None  # tokens
-    members: Mapping[str, Any] = field(compare=False)  # the card as it stands in the list
+    members: Mapping[str, Any] = field(compare=False)  # the model as it stands in the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Facts:
 
     kind: EngineKind
     version: str
-    models: tuple[Card, ...]  # base models before adapters
+    models: tuple[ListedModel, ...]  # base models before adapters
     block_size: int  # tokens
     blocks: int | None  # of its KV cache, on one rank
     ranks: range
@@ -86,7 +86,7 @@ class Facts:
 
     @property
     def names(self) -> list[str]:
-        return [card.name for card in self.models]
+        return [listed.name for listed in self.models]
 
     @property
     def advice(self) -> str | None:
@@ -179,7 +179,7 @@ class Probe:
             _positive(info.get("disaggregation_bootstrap_port")),
         )
 
-    async def _models(self) -> tuple[Card, ...]:
+    async def _models(self) -> tuple[ListedModel, ...]:
         answer = await self._get("/v1/models")
         if answer is None:
             raise NotAnEngine("/v1/models answers 404: this is no server of OpenAI's API")
@@ -189,14 +189,14 @@ class Probe:
         rows = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(rows, list):
             raise NotAnEngine("/v1/models lists no model")
-        cards = [
-            Card(row["id"], row.get("parent"), _positive(row.get("max_model_len")), row)
+        models = [
+            ListedModel(row["id"], row.get("parent"), _positive(row.get("max_model_len")), row)
             for row in rows
             if isinstance(row, dict) and isinstance(row.get("id"), str)
         ]
-        if not cards:
+        if not models:
             raise NotAnEngine("/v1/models lists no model")
-        return tuple(sorted(cards, key=lambda card: card.parent is not None))
+        return tuple(sorted(models, key=lambda listed: listed.parent is not None))
 
     def _sources(self, sources: Mapping[str, Any]) -> tuple[dict[int, str], dict[int, str]]:
         """Returns where each global rank publishes, and where it replays."""

@@ -16,7 +16,7 @@ class Ended(StrEnum):
     REFUSED = "refused"  # the gateway answered it with an error
 
 
-class Rung(StrEnum):
+class TokenSource(StrEnum):
     """The source of a prompt's tokens."""
 
     IDS = "ids"  # the request had them
@@ -36,7 +36,7 @@ class Decision(StrEnum):
     FALLBACK = "fallback"  # the load that this process knows, as no kvd has answered
 
 
-class Way(StrEnum):
+class PrefillPath(StrEnum):
     """The way a prompt was computed for a model with prefill engines (kvd.gateway.pools)."""
 
     REMOTE = "remote"  # a prefill engine
@@ -52,11 +52,13 @@ class GatewayStats:
     ended: Counter[str] = field(default_factory=Counter)  # by Ended
     errors: Counter[str] = field(default_factory=Counter)  # the gateway's own, by code
     retries: Counter[str] = field(default_factory=Counter)  # on another engine, by cause
-    rungs: Counter[str] = field(default_factory=Counter)
+    token_sources: Counter[str] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
-    ways: Counter[str] = field(default_factory=Counter)  # of answered requests, by Way
+    ways: Counter[str] = field(default_factory=Counter)  # of answered requests, by PrefillPath
     prefill_failures: Counter[str] = field(default_factory=Counter)  # by cause
-    rung_failures: Counter[str] = field(default_factory=Counter)  # by rung that gave no tokens
+    token_source_failures: Counter[str] = field(
+        default_factory=Counter
+    )  # by source that gave no tokens
     prompt_tokens: int = 0  # of requests whose tokens are known
     matched_tokens: int = 0  # of these, expected to be cached where they were sent
     # For requests whose engine reported its cached tokens: those expected, and those reported.

@@ -35,7 +35,7 @@ from kvd.gateway.requests import (
     Api,
     ClientRequest,
 )
-from kvd.gateway.stats import GatewayStats, Rung
+from kvd.gateway.stats import GatewayStats, TokenSource
 from kvd.gateway.upstreams import Served, Upstream
 from kvd.http.untasked import Untasked, in_task
 from kvd_core.json.scan import BodyScanner
@@ -100,7 +100,7 @@ class PromptTokens(Protocol):
     """The tokens of a prompt, as far as they are known."""
 
     @property
-    def rung(self) -> Rung: ...
+    def source(self) -> TokenSource: ...
     @property
     def count(self) -> int: ...
 
@@ -112,7 +112,7 @@ class PromptTokens(Protocol):
 class JsonTokens:
     """The tokens of a prompt in a JSON object, as `tokens` or as `token_ids`."""
 
-    rung: Rung
+    source: TokenSource
     body: bytes
     count: int
 
@@ -126,7 +126,7 @@ class RecalledTokens:
 
     recalled: Recalled
     count: int
-    rung = Rung.MEMORY
+    source = TokenSource.MEMORY
 
     def match(self, pool: Pool, adapter: str | None, salt: str | None) -> None:
         pool.match(self.recalled.local_hashes, self.recalled.sequence_hashes, self.count)
@@ -187,7 +187,7 @@ class Tokens:
         if found is None:
             await in_task()
             found = await self._ask(asked, body, engines)
-        self._stats.rungs[Rung.NONE if found is None else found.rung] += 1
+        self._stats.token_sources[TokenSource.NONE if found is None else found.source] += 1
         return found
 
     def note(
@@ -203,7 +203,7 @@ class Tokens:
         """Remembers a prompt that the pool has just matched, or returns a turn to ask for later."""
         if not remembers(asked):
             return None
-        if tokens.rung is not Rung.MEMORY:
+        if tokens.source is not TokenSource.MEMORY:
             self._remember(asked, served, basis, pool, tokens.count)
             return None
         assert isinstance(tokens, RecalledTokens)
@@ -265,7 +265,7 @@ class Tokens:
         self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
     ) -> JsonTokens | None:
         if (ids := asked.token_ids) is not None:
-            return read_tokens(Rung.IDS, b'{"token_ids":%b}' % ids)
+            return read_tokens(TokenSource.IDS, b'{"token_ids":%b}' % ids)
         if not engines or asked.api not in RENDER_PATHS:
             return None
         with trio.move_on_after(self._tokenize_s):
@@ -295,17 +295,17 @@ class Tokens:
             asks = prompt_alone(asked) if asked.has_texts else body
             if asks is None:
                 return None
-            return await self._question(upstream, Rung.RENDER, RENDER_PATHS[asked.api], asks)
+            return await self._question(upstream, TokenSource.RENDER, RENDER_PATHS[asked.api], asks)
         if upstream.facts.kind is EngineKind.OPENAI or asked.api not in TOKENIZED:
             return None
         if not asked.spans.keys().isdisjoint(UNLISTED):
             return None
         if (asks := question(asked)) is None:
             return None
-        return await self._question(upstream, Rung.TOKENIZE, "/tokenize", asks)
+        return await self._question(upstream, TokenSource.TOKENIZE, "/tokenize", asks)
 
     async def _question(
-        self, upstream: Upstream, rung: Rung, path: str, body: bytes
+        self, upstream: Upstream, source: TokenSource, path: str, body: bytes
     ) -> JsonTokens | None:
         assert upstream.engine is not None
         head = own_head("POST", path, upstream.authority, len(body), upstream.key)
@@ -313,9 +313,9 @@ class Tokens:
         try:
             answer = await self._exchanges.ask(upstream.engine, head, body, TOKENS_BYTES)
             if answer.status == 200:
-                found = read_tokens(rung, unwrapped(answer.held))
+                found = read_tokens(source, unwrapped(answer.held))
         finally:
-            self._stats.rung_failures[rung] += found is None
+            self._stats.token_source_failures[source] += found is None
         return found
 
 
@@ -379,11 +379,11 @@ def unwrapped(body: bytes) -> bytes:
     return stripped[1:-1] if stripped.startswith(b"[") else stripped
 
 
-def read_tokens(rung: Rung, body: bytes) -> JsonTokens | None:
+def read_tokens(source: TokenSource, body: bytes) -> JsonTokens | None:
     """Returns the tokens in a JSON object, None if it does not have the ids of one prompt."""
     try:
         members = READER.members(body)
     except (TypeError, ValueError):
         return None
     found = members.get("tokens") or members.get("token_ids")
-    return JsonTokens(rung, body, found) if isinstance(found, int) and found else None
+    return JsonTokens(source, body, found) if isinstance(found, int) and found else None

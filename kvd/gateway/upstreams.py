@@ -30,7 +30,7 @@ from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
 from kvd.gateway.exchanges import CONNECT_S, ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
-from kvd.gateway.probing import Card, EngineKind, Facts, NotAnEngine, Probe
+from kvd.gateway.probing import EngineKind, Facts, ListedModel, NotAnEngine, Probe
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
@@ -540,22 +540,24 @@ class Upstreams:
         for upstream in self:
             if upstream.facts is None:
                 continue
-            for card in upstream.facts.models:
-                found = self.names.setdefault(card.name, [])
-                served = _served(upstream.facts, card)
+            for listed in upstream.facts.models:
+                found = self.names.setdefault(listed.name, [])
+                served = _served(upstream.facts, listed)
                 if served not in found:
                     found.append(served)
 
 
-def _served(facts: Facts, card: Card) -> Served:
+def _served(facts: Facts, listed: ListedModel) -> Served:
     base = facts.models[0].name
-    if card.parent is not None:
-        return Served(base, card.name)
-    return Served(base, alias=card.name if card.name != base else None)
+    if listed.parent is not None:
+        return Served(base, listed.name)
+    return Served(base, alias=listed.name if listed.name != base else None)
 
 
 def _serves(facts: Facts, served: Served) -> bool:
-    return any(card.name == served.name and _served(facts, card) == served for card in facts.models)
+    return any(
+        listed.name == served.name and _served(facts, listed) == served for listed in facts.models
+    )
 
 
 def _basis(serving: Sequence[Upstream]) -> bytes:

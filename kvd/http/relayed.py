@@ -133,7 +133,7 @@ class RelayedRequest:
         """Lends the client's socket, which nobody else touches meanwhile."""
         self._transport.enter(ConnectionPhase.WORKING)
         if self._transport.stream.parks:  # the socket carries the client's bytes as they are
-            return _Itself(self._transport.fd)
+            return _PlainSocket(self._transport.fd)
         return self._borrow_pair()
 
     @asynccontextmanager
@@ -174,7 +174,7 @@ class RelayedRequest:
         _leave(plain)
 
 
-class _Itself(AbstractAsyncContextManager[int]):
+class _PlainSocket(AbstractAsyncContextManager[int]):
     """Lends a socket as it is."""
 
     __slots__ = ("_fd",)

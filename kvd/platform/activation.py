@@ -20,7 +20,7 @@ VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # addresses that show who can connect
 
 
-class Passed:
+class PassedSockets:
     """Listening sockets with the names they were given; each is taken once."""
 
     def __init__(self, sockets: Iterable[tuple[str, socket.socket]] = ()) -> None:
@@ -53,18 +53,18 @@ class Passed:
             sock.close()
 
 
-def receive(environ: MutableMapping[str, str]) -> Passed:
+def receive(environ: MutableMapping[str, str]) -> PassedSockets:
     """Takes over the sockets that `environ` passes to this process, and removes its variables.
 
     Raises ValueError for a descriptor that is not a listening stream socket.
     """
     passed = {name: environ.pop(name, "") for name in VARIABLES}
     if passed["LISTEN_PID"] != str(os.getpid()) or not passed["LISTEN_FDS"].isdecimal():
-        return Passed()
+        return PassedSockets()
     names = passed["LISTEN_FDNAMES"].split(":")
     count = int(passed["LISTEN_FDS"])
     names += ["unknown"] * (count - len(names))
-    return Passed(
+    return PassedSockets(
         (name, _adopt(descriptor, name))
         for descriptor, name in enumerate(names[:count], start=FIRST)
     )

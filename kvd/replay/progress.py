@@ -10,7 +10,7 @@ WIDTH = 30  # characters of the bar
 REDRAWN_S = 0.1  # pause between two drawings of the bar
 
 
-class Bar:
+class ProgressBar:
     """A progress bar; draws nothing unless `to` is a terminal."""
 
     def __init__(self, total: int, to: TextIO = sys.stderr) -> None:

@@ -1,7 +1,7 @@
 """Routers of a replay: one or several of kvd's selectors, which get events at once or late.
 
 Delayed    events wait for their time          (none: events come at once)
-  └ Several    each request asks one of them   (none: one router)
+  └ SeveralRouters each request asks one of them   (none: one router)
       └ CoreRouter    index, ledger and pool of kvd_core
 """
 
@@ -49,7 +49,7 @@ class Routing:
         ]
         router: Router = made[0]
         if self.routers > 1:
-            router = Several(made, random.getrandbits(64), synced=self.synced)
+            router = SeveralRouters(made, random.getrandbits(64), synced=self.synced)
         if self.delay_s[1] > 0:
             router = Delayed(router, fleet.engines, self.delay_s, random.getrandbits(64))
         return router
@@ -119,7 +119,7 @@ class CoreRouter:
             raise ValueError(f"{request.name} cannot be booked")
 
 
-class Several:
+class SeveralRouters:
     """Routers behind one address: each request asks one at random; all get all KV events."""
 
     def __init__(self, routers: Sequence[CoreRouter], seed: int, *, synced: bool) -> None:

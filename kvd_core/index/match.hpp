@@ -36,7 +36,7 @@ namespace kvd {
 class Match {
  public:
   // Which ranks a pass may credit (a query with a cache salt makes two passes).
-  enum class Only { kAll, kSalted, kUnsalted };
+  enum class SaltFilter { kAll, kSalted, kUnsalted };
 
   // Depths in blocks; device <= host <= disk, and disk includes the external tier.
   struct Depth {
@@ -53,14 +53,14 @@ class Match {
     if (depth_.size() < index.rank_end()) depth_.resize(index.rank_end());
   }
 
-  void add(const Index& index, const uint64_t* locals, size_t n, Only only) {
+  void add(const Index& index, const uint64_t* locals, size_t n, SaltFilter filter) {
     const Tree& tree = index.tree();
     path_.find(tree, locals, n);
     if (index.place_by_prompt(path_.last(tree), locals, path_.met(), n))
       path_.find(tree, locals, n);
-    match_device(index, only);
-    apply_windows(index, only);
-    match_below(index, only);
+    match_device(index, filter);
+    apply_windows(index, filter);
+    match_below(index, filter);
   }
 
   Depth depth(RankId id) const { return depth_[id].depth; }
@@ -80,9 +80,9 @@ class Match {
     bool touched = false;
   };
 
-  static bool counts(const Rank& rank, Only only) {
+  static bool counts(const Rank& rank, SaltFilter filter) {
     return rank.live && !rank.hidden &&
-           (only == Only::kAll || rank.salted == (only == Only::kSalted));
+           (filter == SaltFilter::kAll || rank.salted == (filter == SaltFilter::kSalted));
   }
 
   static bool is_workers(const Rank& rank) { return rank.live && !rank.published && !rank.hidden; }
@@ -112,13 +112,13 @@ class Match {
     return entry;
   }
 
-  void match_device(const Index& index, Only only) {
+  void match_device(const Index& index, SaltFilter filter) {
     path_.each_run(index.tree(), kDeviceLayer, [&](SetId set, uint32_t from, uint32_t to) {
       uint32_t holders = 0;
       bool moved = false;
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
-        if (!counts(rank, only)) continue;
+        if (!counts(rank, filter)) continue;
         if (rank.alias_of == kNone) {
           ++holders;
           moved |= move(member, from, to);
@@ -164,51 +164,52 @@ class Match {
     return true;
   }
 
-  void match_below(const Index& index, Only only) {
+  void match_below(const Index& index, SaltFilter filter) {
     static constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
-    start_from(index, only, &Depth::device, &Depth::host);
-    extend(index, kHost, only, &Depth::host);
-    end_with_chunks(index, only, &Depth::device, &Depth::host);
-    start_from(index, only, &Depth::host, &Depth::disk);
-    extend(index, kDisk, only, &Depth::disk);
+    start_from(index, filter, &Depth::device, &Depth::host);
+    extend(index, kHost, filter, &Depth::host);
+    end_with_chunks(index, filter, &Depth::device, &Depth::host);
+    start_from(index, filter, &Depth::host, &Depth::disk);
+    extend(index, kDisk, filter, &Depth::disk);
     if (index.held(kExternal) != 0) {
-      stand_before_external(index, only);
-      extend(index, kExternal, only, &Depth::disk);
+      stand_before_external(index, filter);
+      extend(index, kExternal, filter, &Depth::disk);
     }
-    end_with_chunks(index, only, &Depth::host, &Depth::disk);
+    end_with_chunks(index, filter, &Depth::host, &Depth::disk);
   }
 
-  void end_with_chunks(const Index& index, Only only, uint32_t Depth::* above,
+  void end_with_chunks(const Index& index, SaltFilter filter, uint32_t Depth::* above,
                        uint32_t Depth::* here) {
     if (!index.chunked()) return;
     for (const RankId id : touched_) {
       const Rank& rank = index.rank(id);
-      if (rank.chunk <= 1 || !counts(rank, only)) continue;
+      if (rank.chunk <= 1 || !counts(rank, filter)) continue;
       Depth& depth = depth_[id].depth;
       depth.*here = std::max(depth.*above, depth.*here - depth.*here % rank.chunk);
     }
   }
 
   // A tier starts where the rank stands on the tier above.
-  void start_from(const Index& index, Only only, uint32_t Depth::* above, uint32_t Depth::* here) {
+  void start_from(const Index& index, SaltFilter filter, uint32_t Depth::* above,
+                  uint32_t Depth::* here) {
     for (const RankId id : touched_) {
-      if (counts(index.rank(id), only)) depth_[id].depth.*here = depth_[id].depth.*above;
+      if (counts(index.rank(id), filter)) depth_[id].depth.*here = depth_[id].depth.*above;
     }
   }
 
-  void stand_before_external(const Index& index, Only only) {
+  void stand_before_external(const Index& index, SaltFilter filter) {
     any_external_ = true;
     for (const RankId id : touched_) {
-      if (counts(index.rank(id), only)) depth_[id].before_external = depth_[id].depth.disk;
+      if (counts(index.rank(id), filter)) depth_[id].before_external = depth_[id].depth.disk;
     }
   }
 
-  void extend(const Index& index, LayerId layer, Only only, uint32_t Depth::* field) {
+  void extend(const Index& index, LayerId layer, SaltFilter filter, uint32_t Depth::* field) {
     if (index.held(layer) == 0) return;
     path_.each_run(index.tree(), layer, [&](SetId set, uint32_t from, uint32_t to) {
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
-        if (!counts(rank, only)) continue;
+        if (!counts(rank, filter)) continue;
         each_seen(index, member, rank, [&](RankId id) {
           const uint32_t at = depth_[id].depth.*field;
           if (from <= at && at < to) touch(id).depth.*field = to;
@@ -218,12 +219,12 @@ class Match {
     });
   }
 
-  void apply_windows(const Index& index, Only only) {
+  void apply_windows(const Index& index, SaltFilter filter) {
     if (!index.windowed()) return;
     for (size_t i = 0; i < touched_.size(); ++i) {
       const RankId id = touched_[i];
       const Rank& rank = index.rank(id);
-      if (rank.windows.empty() || !counts(rank, only)) continue;
+      if (rank.windows.empty() || !counts(rank, filter)) continue;
       Depth& depth = depth_[id].depth;
       uint32_t before;
       do {  // a smaller depth for one group may break the condition of another
@@ -236,7 +237,7 @@ class Match {
     for (size_t i = 0; i < touched_.size(); ++i) {
       const RankId met = touched_[i];
       const Rank& rank = index.rank(met);
-      if (!is_met_alone(rank) || !counts(rank, only)) continue;
+      if (!is_met_alone(rank) || !counts(rank, filter)) continue;
       const uint32_t device = depth_[met].depth.device;
       each_seen(index, met, rank, [&](RankId id) {
         Depth& depth = touch(id).depth;

@@ -156,14 +156,14 @@ cdef extern from "index/match.hpp" namespace "kvd" nogil:
         uint32_t host               # blocks, device included
         uint32_t disk               # blocks, device, host and external included
 
-    enum Only "kvd::Match::Only":
-        kAll "kvd::Match::Only::kAll"
-        kSalted "kvd::Match::Only::kSalted"
-        kUnsalted "kvd::Match::Only::kUnsalted"
+    enum SaltFilter "kvd::Match::SaltFilter":
+        kAll "kvd::Match::SaltFilter::kAll"
+        kSalted "kvd::Match::SaltFilter::kSalted"
+        kUnsalted "kvd::Match::SaltFilter::kUnsalted"
 
     cppclass CMatch "kvd::Match":
         void reset(const CIndex&) except +
-        void add(const CIndex&, const uint64_t*, size_t, Only) except +
+        void add(const CIndex&, const uint64_t*, size_t, SaltFilter) except +
         CDepth depth(RankId)
         const vector[RankId]& touched()
         const vector[uint32_t]& frequencies()

@@ -111,8 +111,9 @@ class Trace {
         size_t most_steps)
       : index_(index), n_(n), most_steps_(most_steps), is_salted_(salted != nullptr) {
     match_.reset(index);
-    if (is_salted_) match_.add(index, salted, n, Match::Only::kSalted);
-    match_.add(index, plain, n, is_salted_ ? Match::Only::kUnsalted : Match::Only::kAll);
+    if (is_salted_) match_.add(index, salted, n, Match::SaltFilter::kSalted);
+    match_.add(index, plain, n,
+               is_salted_ ? Match::SaltFilter::kUnsalted : Match::SaltFilter::kAll);
     chains_[0].take(index.tree(), plain, n);
     if (is_salted_) chains_[1].take(index.tree(), salted, n);
     find_shared();

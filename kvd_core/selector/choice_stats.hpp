@@ -32,7 +32,7 @@ constexpr size_t kServed = 0;        // the first outcome
 // A histogram of numbers: at most 0, 1, 2, 4, ... 2^(N - 2), or more. Each bucket counts without
 // those before it.
 template <size_t N>
-struct Powers {
+struct Log2Histogram {
   uint64_t buckets[N + 1] = {};
 
   void add(uint64_t value) { ++buckets[std::min(position(value), N)]; }
@@ -70,7 +70,7 @@ struct ChoiceSums {
   uint64_t best_blocks = 0;       // that the best rank caches, of those that could be chosen
   uint64_t chosen_tokens = 0;     // chosen_blocks in tokens
   uint64_t best_tokens = 0;       // best_blocks in tokens
-  Powers<16> regret;              // blocks: best - chosen
+  Log2Histogram<16> regret;       // blocks: best - chosen
   Tenths rates;                   // the chosen rank's cached share of the prompt
 };
 
@@ -78,7 +78,7 @@ struct ChoiceStats {
   uint64_t outcomes[kModes][kPhases][kOutcomes] = {};
   uint64_t held[kModes][kPhases] = {};
   uint64_t served_tokens = 0;
-  Powers<22> lengths;  // tokens of the prompts of served requests
+  Log2Histogram<22> lengths;  // tokens of the prompts of served requests
   ChoiceSums choices[kChoicePhases];
 
   void serve(size_t mode, size_t phase, uint64_t tokens) {

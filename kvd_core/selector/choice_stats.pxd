@@ -14,10 +14,10 @@ cdef extern from "selector/choice_stats.hpp" namespace "kvd::selector" nogil:
     size_t kChoicePhases
     size_t kOutcomes
 
-    cppclass CLengths "kvd::selector::Powers<22>":
+    cppclass CLengths "kvd::selector::Log2Histogram<22>":
         uint64_t buckets[23]       # at most 0, 1, 2, 4, ...; the last one: more
 
-    cppclass CRegret "kvd::selector::Powers<16>":
+    cppclass CRegret "kvd::selector::Log2Histogram<16>":
         uint64_t buckets[17]
 
     cppclass CTenths "kvd::selector::Tenths":

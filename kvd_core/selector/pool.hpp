@@ -188,10 +188,10 @@ class Pool {
   void search(Match& match) const {
     match.reset(*index_);
     if (prompt_.is_salted) {
-      match.add(*index_, prompt_.salted.data(), prompt_.salted.size(), Match::Only::kSalted);
+      match.add(*index_, prompt_.salted.data(), prompt_.salted.size(), Match::SaltFilter::kSalted);
     }
     match.add(*index_, prompt_.locals.data(), prompt_.locals.size(),
-              prompt_.is_salted ? Match::Only::kUnsalted : Match::Only::kAll);
+              prompt_.is_salted ? Match::SaltFilter::kUnsalted : Match::SaltFilter::kAll);
   }
 
   const Index* index_;

@@ -10,7 +10,7 @@ cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
     cdef cppclass Libzmq:
         const char* load(const char* module_path)  # the fault, or null
 
-    cdef enum class Got:
+    cdef enum class ReceiveOutcome:
         empty            # no message is waiting
         later            # a message may be waiting, but this turn has done enough
         event            # seq, publisher, payload and size describe a well-formed message
@@ -19,8 +19,8 @@ cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
         failed           # libzmq refused; errno says why
 
     cdef cppclass MessageSource:
-        Got next() except +
-        Got next_of_any_shape(int most, string& packed) except +
+        ReceiveOutcome next() except +
+        ReceiveOutcome next_of_any_shape(int most, string& packed) except +
         uint64_t seq()
         const uint8_t* publisher()  # 16 bytes, or null
         const char* payload()  # valid until the following next()

@@ -220,22 +220,22 @@ cdef bint take_events(
     MessageSource* source, Inbox inbox, refuse, int max_messages, int64_t budget_ns
 ) except -1:
     cdef Deadline* deadline = new Deadline(budget_ns)
-    cdef Got got
+    cdef ReceiveOutcome got
     try:
         for _ in range(max_messages):
             got = source.next()
-            if got == Got.empty:
+            if got == ReceiveOutcome.empty:
                 return False
-            if got == Got.later:
+            if got == ReceiveOutcome.later:
                 return True
-            if got == Got.event:
+            if got == ReceiveOutcome.event:
                 _keep(
                     inbox.inbox, source.seq(), source.publisher(), source.payload(), source.size()
                 )
-            elif got == Got.failed:
+            elif got == ReceiveOutcome.failed:
                 _raise()
             else:
-                refuse(BAD_FRAME_COUNT if got == Got.bad_frame_count else BAD_SEQUENCE)
+                refuse(BAD_FRAME_COUNT if got == ReceiveOutcome.bad_frame_count else BAD_SEQUENCE)
             if deadline.passed():
                 return True
         return True
@@ -248,19 +248,19 @@ cdef bint take_frames(
 ) except -1:
     cdef Deadline* deadline = new Deadline(budget_ns)
     cdef string packed
-    cdef Got got
+    cdef ReceiveOutcome got
     try:
         for _ in range(max_messages):
             if inbox.cut:
                 return False
             got = source.next_of_any_shape(most, packed)
-            if got == Got.empty:
+            if got == ReceiveOutcome.empty:
                 return False
-            if got == Got.later:
+            if got == ReceiveOutcome.later:
                 return True
-            if got == Got.failed:
+            if got == ReceiveOutcome.failed:
                 _raise()
-            inbox.cut = got == Got.bad_frame_count
+            inbox.cut = got == ReceiveOutcome.bad_frame_count
             _keep(inbox.inbox, 0, NULL, packed.data(), packed.size())
             if deadline.passed():
                 return True

@@ -9,8 +9,9 @@
 // bytes come.
 //
 // Invariants
-//   1. Never waits. After Got::empty all whole messages that were read have been taken, so that the
-//      descriptor becomes readable with more; after Got::later whole messages may be left here.
+//   1. Never waits. After ReceiveOutcome::empty all whole messages that were read have been taken,
+//      so that the descriptor becomes readable with more; after ReceiveOutcome::later whole
+//      messages may be left here.
 //   2. payload() is valid until the next call of any socket of this thread.
 #pragma once
 
@@ -74,14 +75,14 @@ class SubSocket final : public MessageSource {
       const auto step = speech_.next(view_, size_);
       send();
       if (step == ZmtpSubscriber::Step::broken) break;
-      if (step == ZmtpSubscriber::Step::more && read() != Got::event) break;
+      if (step == ZmtpSubscriber::Step::more && read() != ReceiveOutcome::event) break;
     }
     park();
   }
 
-  Got next() override {
-    Got got = message();
-    if (got != Got::event) return got;
+  ReceiveOutcome next() override {
+    ReceiveOutcome got = message();
+    if (got != ReceiveOutcome::event) return got;
     int count = 0;
     speech_.each_frame(view_, [&](const uint8_t* data, size_t size) {
       if (count < EVENT_FRAMES) frames_[count] = {data, size};
@@ -90,15 +91,15 @@ class SubSocket final : public MessageSource {
     return shape_of(count, frames_[1].second);
   }
 
-  Got next_of_any_shape(int most, std::string& packed) override {
-    Got got = message();
-    if (got != Got::event) return got;
+  ReceiveOutcome next_of_any_shape(int most, std::string& packed) override {
+    ReceiveOutcome got = message();
+    if (got != ReceiveOutcome::event) return got;
     packed.clear();
     int count = 0;
     speech_.each_frame(view_, [&](const uint8_t* data, size_t size) {
       if (++count <= most + 1) pack(packed, data, size);
     });
-    return count > most ? Got::bad_frame_count : Got::event;
+    return count > most ? ReceiveOutcome::bad_frame_count : ReceiveOutcome::event;
   }
 
   const uint8_t* second() override { return frames_[1].first; }
@@ -144,33 +145,33 @@ class SubSocket final : public MessageSource {
   }
 
  private:
-  // Moves on to the next whole message: Got::event, empty or later.
-  Got message() {
+  // Moves on to the next whole message: ReceiveOutcome::event, empty or later.
+  ReceiveOutcome message() {
     for (;;) {
       const auto step = speech_.next(view_, size_);
-      if (step == ZmtpSubscriber::Step::message) return Got::event;
+      if (step == ZmtpSubscriber::Step::message) return ReceiveOutcome::event;
       send();
-      if (step == ZmtpSubscriber::Step::broken) return Got::empty;
-      const Got got = read();
-      if (got != Got::event) return got;
+      if (step == ZmtpSubscriber::Step::broken) return ReceiveOutcome::empty;
+      const ReceiveOutcome got = read();
+      if (got != ReceiveOutcome::event) return got;
     }
   }
 
-  // Reads once, behind the unused bytes: Got::event if there are more bytes, else empty or later.
-  Got read() {
-    if (is_drained_) return Got::empty;
-    if (reads_left_-- == 0) return Got::later;
+  // Reads once, behind the unused bytes; returns `event` if there are more, else empty or later.
+  ReceiveOutcome read() {
+    if (is_drained_) return ReceiveOutcome::empty;
+    if (reads_left_-- == 0) return ReceiveOutcome::later;
     make_room();
     uint8_t* room = const_cast<uint8_t*>(view_) + size_;
     ssize_t got;
     do got = recv(fd_, room, kMaxRead, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
-    if (got < 0 && errno == EAGAIN) return is_drained_ = true, Got::empty;
-    if (got <= 0) return speech_.lost(), Got::empty;
+    if (got < 0 && errno == EAGAIN) return is_drained_ = true, ReceiveOutcome::empty;
+    if (got <= 0) return speech_.lost(), ReceiveOutcome::empty;
     ++reads_;
     size_ += size_t(got);
     is_drained_ = size_t(got) < kMaxRead;
-    return Got::event;
+    return ReceiveOutcome::event;
   }
 
   // Makes room for kMaxRead bytes behind the unused ones, which become the view.

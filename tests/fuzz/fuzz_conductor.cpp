@@ -369,7 +369,7 @@ class Life {
     holdings_.by_sequences(conductor_, of.sequences.data(), of.sequences.size(), where);
     holdings_.render(conductor_, workers, "\"\"", "", by_hashes_);
     match_.reset(index_);
-    match_.add(index_, of.plain.data(), of.plain.size(), kvd::Match::Only::kAll);
+    match_.add(index_, of.plain.data(), of.plain.size(), kvd::Match::SaltFilter::kAll);
     kvd::Answer(index_, match_).render(workers, answer_);
   }
 

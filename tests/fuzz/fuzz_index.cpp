@@ -91,7 +91,7 @@ class Life {
     std::vector<uint64_t> locals(count);
     if (count != 0) std::memcpy(locals.data(), data, count * sizeof(uint64_t));
     match_.reset(index_);
-    match_.add(index_, locals.data(), count, kvd::Match::Only::kAll);
+    match_.add(index_, locals.data(), count, kvd::Match::SaltFilter::kAll);
     std::string memory;
     const auto text = kvd::Answer(index_, match_).render({&workers_[0], &workers_[1]}, memory);
     require(text.front() == '{' && text.back() == '}');

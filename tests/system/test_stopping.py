@@ -18,7 +18,7 @@ from kvd.app.daemon import DescriptorBounds, serve
 from kvd.config.load import FACE_BINDS, load
 from kvd.config.parsers import OFF, Binds, TcpBind
 from kvd.config.reload import ConfigReader
-from kvd.platform.activation import Passed
+from kvd.platform.activation import PassedSockets
 from kvd.platform.signals import Signals
 from tests.support.ports import find_free_port
 from tests.support.processes import STOP_DEADLINE_S, Server, clean_environment, reads
@@ -62,7 +62,7 @@ async def test_a_name_that_is_looked_up_holds_up_no_stop(settings: dict[str, obj
     with closing(Signals(signal.SIGUSR1)) as ends, closing(Signals()) as reloads:
 
         async def run() -> None:
-            codes.append(await serve(config, reader, bounds, Passed(), ends, reloads))
+            codes.append(await serve(config, reader, bounds, PassedSockets(), ends, reloads))
 
         with trio.fail_after(STOP_DEADLINE_S):
             async with trio.open_nursery() as nursery:

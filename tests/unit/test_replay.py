@@ -19,9 +19,9 @@ from kvd.replay.engine import Engine, Speed
 from kvd.replay.figures import measure
 from kvd.replay.mooncake import BLOCK_SIZE, mixed
 from kvd.replay.policies import Chooser
-from kvd.replay.progress import Bar, line
+from kvd.replay.progress import ProgressBar, line
 from kvd.replay.recording import RecordedRequest, ReplayError, Windows, reusable_share
-from kvd.replay.routers import CoreRouter, Delayed, Routing, Several
+from kvd.replay.routers import CoreRouter, Delayed, Routing, SeveralRouters
 from kvd.replay.simulation import ReplayOutcome, SimulatedFleet, replay
 from kvd.replay.table import span
 from kvd.replay.traffic import Traffic
@@ -303,7 +303,7 @@ def test_late_events_keep_their_order() -> None:
 @pytest.mark.parametrize("synced", [True, False])
 def test_several_routers_know_of_each_other_by_sync(synced: bool) -> None:
     made = [CoreRouter(FLEET, Settings(), seed) for seed in (1, 2)]
-    several = Several(made, 1, synced=synced)
+    several = SeveralRouters(made, 1, synced=synced)
     asked = requests(*((0.0, 1030, 5, chain(2, number)) for number in range(12)))
     for request in asked:
         several.route(request, list, 0.0)
@@ -401,7 +401,7 @@ def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(progress, "REDRAWN_S", 0.0)
     for to, drawn in ((Terminal(), True), (StringIO(), False)):
-        bar = Bar(10, to)
+        bar = ProgressBar(10, to)
         bar.advance(5)
         bar.close()
         assert ("50%" in to.getvalue()) == drawn

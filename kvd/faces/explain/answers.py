@@ -43,7 +43,7 @@ FACTS = (
 UNITS = {Basis.REQUESTS: "requests", Basis.TURNS: None, Basis.CHANCE: None}
 
 
-class Narrator:
+class ExplanationWriter:
     """Writes what was found about one prompt."""
 
     def __init__(self, prompt: HashedPrompt, traces: Traces, now: float) -> None:

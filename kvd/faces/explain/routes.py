@@ -9,7 +9,7 @@ import trio
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
-from kvd.faces.explain.answers import Narrator, chronicled, heading
+from kvd.faces.explain.answers import ExplanationWriter, chronicled, heading
 from kvd.faces.explain.questions import ExplainRequest, of_request, read
 from kvd.faces.explain.traces import NOTHING, TracedRank, find_traces
 from kvd.http.limits import LONG_BODY_LIMIT
@@ -63,10 +63,10 @@ class Explainer:
             ranks = _ranks(weighed) or list(partition.rank_keys())
             traces = await find_traces(self.state, partition, question, prompt, ranks)
         now = self.selections.clock()
-        narrator = Narrator(prompt, traces, now)
+        writer = ExplanationWriter(prompt, traces, now)
         answer = heading(question, prompt, size, now)
-        answer["choices"] = [narrator.choice(each) for each in weighed] or [narrator.unchosen()]
-        answer |= narrator.events()
+        answer["choices"] = [writer.choice(each) for each in weighed] or [writer.unchosen()]
+        answer |= writer.events()
         answer["chronicle"] = chronicled(self.state.chronicle, now)
         return bodies.json_response(answer)
 

@@ -25,12 +25,12 @@ def gateway_families(
         ("relayed_requests", "requests for engines, by how they ended", "outcome", stats.ended),
         ("refusals", "requests that the gateway refused, by code", "code", stats.errors),
         ("retries", "requests sent to another engine, by cause", "cause", stats.retries),
-        ("prompts", "prompts, by the source of their token ids", "source", stats.rungs),
+        ("prompts", "prompts, by the source of their token ids", "source", stats.token_sources),
         (
             "tokenize_failures",
             "prompts that no engine tokenized in time, by source",
             "source",
-            stats.rung_failures,
+            stats.token_source_failures,
         ),
         ("decisions", "choices of an engine, by the rule that decided", "by", stats.decisions),
         (

@@ -11,7 +11,7 @@ from kvd.gateway.answers import first_error
 from kvd.gateway.heads import read_head
 from kvd.gateway.probing import EngineKind, NotAnEngine, Probe, cache_configs
 from kvd.gateway.requests import longest_ids
-from kvd.gateway.stats import Rung
+from kvd.gateway.stats import TokenSource
 from kvd.gateway.tokens import read_tokens
 from kvd.wire.urls import parse_url
 from tests.support.relaying import relaying
@@ -88,7 +88,7 @@ def test_numbers_too_long_to_read_are_not_said() -> None:
     line = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0'
     assert cache_configs(line) == [{"block_size": 16}]
     ids = longest_ids(b"[[" + b"1" * 5000 + b"]]")
-    assert ids is not None and read_tokens(Rung.IDS, b'{"token_ids":%b}' % ids) is None
+    assert ids is not None and read_tokens(TokenSource.IDS, b'{"token_ids":%b}' % ids) is None
 
 
 def test_which_first_events_are_errors() -> None:

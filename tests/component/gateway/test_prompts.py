@@ -83,7 +83,7 @@ async def test_the_longest_of_several_texts_is_rendered() -> None:
             found.append((source(answered), answered.headers["x-kvd-prompt-tokens"]))
         assert found == [found[0]] * 3
         assert found[0][0] == "render"
-        assert inner.stats.rung_failures.total() == 0
+        assert inner.stats.token_source_failures.total() == 0
 
 
 async def test_a_count_of_tokens_caches_nothing() -> None:

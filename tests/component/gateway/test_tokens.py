@@ -7,7 +7,7 @@ import trio
 
 from kvd.gateway import tokens as module
 from kvd.gateway.exchanges import Exchanges
-from kvd.gateway.probing import Card, EngineKind, Facts
+from kvd.gateway.probing import EngineKind, Facts, ListedModel
 from kvd.gateway.requests import Api, read
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import MAX_LATER, Later, Tokens
@@ -39,7 +39,15 @@ def later(engine: int, number: int) -> Later:
     """Returns a turn with one message, which differs for each number."""
     body = b'{"model":"m","messages":[{"role":"user","content":"%d"}]}' % number
     facts = Facts(
-        EngineKind.VLLM, "", (Card("m", None, None, {}),), 4, None, range(1), {}, {}, renders=False
+        EngineKind.VLLM,
+        "",
+        (ListedModel("m", None, None, {}),),
+        4,
+        None,
+        range(1),
+        {},
+        {},
+        renders=False,
     )
     upstream = Upstream(URL, parse_url(URL), 1, engine=engine, facts=facts)
     pool = Pool(None, Ledger(), facts.block_size)
@@ -62,7 +70,7 @@ async def test_one_turn_is_asked_for_after_the_other() -> None:
             tokens.ask_later(later(engine, number))
         await until(lambda: len(tokens.conversations) == 3)
         assert exchanges.relay.stats()["connected"] == 1
-        assert stats.rung_failures.total() == 0
+        assert stats.token_source_failures.total() == 0
 
 
 async def test_what_an_engine_does_not_say_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +82,7 @@ async def test_what_an_engine_does_not_say_is_given_up(monkeypatch: pytest.Monke
             tokens.ask_later(later(engine, 1))
             tokens.ask_later(later(engine, 2))
             await until(lambda: len(tokens.conversations) == 1)
-            assert stats.rung_failures.total() == 1
+            assert stats.token_source_failures.total() == 1
             nursery.cancel_scope.cancel()
         assert len(exchanges.relay) == 0
 

@@ -21,7 +21,7 @@ from kvd.http.auth import AccessPolicy, Authorizer, Token, is_loopback
 from kvd.http.messages import Request, Response
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.routes import Route, Scope
-from kvd.platform.activation import Passed
+from kvd.platform.activation import PassedSockets
 from tests.support.serving import SOON, Running, serving
 
 SECRET = b"0123456789abcdef"
@@ -163,14 +163,14 @@ def test_tokens_that_systemd_keeps_to_itself_end_the_start(tmp_path: Path) -> No
 
 
 async def opened(
-    bind: str, folder: Path, passed: Passed | None = None, **values: object
+    bind: str, folder: Path, passed: PassedSockets | None = None, **values: object
 ) -> list[str]:
     """Opens a face and closes it again; returns the addresses that it listened on."""
     config = load({"indexer_bind": parse_face_binds(bind), **values}, {})
     assert isinstance(config.indexer_bind, Binds)
     face = ApiServer("indexer", "kvd", config, DESCRIPTION)
     with ExitStack() as stack:
-        await face.open(stack, config, config.indexer_bind, passed or Passed())
+        await face.open(stack, config, config.indexer_bind, passed or PassedSockets())
         return face.addresses()
 
 
@@ -207,7 +207,7 @@ async def test_this_machine_alone_needs_nobody(tmp_path: Path) -> None:
 async def test_a_passed_socket_is_looked_at_as_well(tmp_path: Path) -> None:
     for host, good in (("127.0.0.1", True), ("0.0.0.0", False)):
         sock = socket.create_server((host, 0))
-        passed = Passed([("indexer", sock)])
+        passed = PassedSockets([("indexer", sock)])
         if good:
             assert await opened("127.0.0.1:0", tmp_path, passed)
             continue
@@ -225,12 +225,12 @@ async def test_named_sockets_stand_for_addresses_of_their_kind(
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     where = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     names = ["indexer", "indexer", "indexer-tls"]
-    passed = Passed(zip(names, sockets, strict=True))
+    passed = PassedSockets(zip(names, sockets, strict=True))
     bind = f"127.0.0.1:0,unix:{tmp_path}/s,tls:127.0.0.1:0"
     assert await opened(bind, tmp_path, passed, **files) == [*where[:2], f"tls:{where[2]}"]
     sock = socket.create_server(("127.0.0.1", 0))
     at = f"127.0.0.1:{sock.getsockname()[1]}"
-    passed = Passed([("kvd.socket", sock)])
+    passed = PassedSockets([("kvd.socket", sock)])
     assert await opened(f"unix:{tmp_path}/s,{at}", tmp_path, passed) == [f"unix:{tmp_path}/s", at]
     assert not passed.left()
 

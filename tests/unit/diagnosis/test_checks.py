@@ -18,10 +18,10 @@ from kvd.diagnosis.evidence import (
     ProbeResult,
     ReplicaEvidence,
     ReplicaTraffic,
+    SaltUsage,
     SelectionEvidence,
     SharedEvidence,
     ShareEvidence,
-    Side,
     StreamEvidence,
     UpstreamEvidence,
     WorkerEvidence,
@@ -43,7 +43,7 @@ STREAM = StreamEvidence(
 )
 AWAY = replace(STREAM, is_connected=False, messages=0, joins=0)
 LOST = replace(STREAM, gaps=1, lost=5, loss="missing 3..7")
-SIDE = Side(100, 0, 0, 100, frozenset({1}))
+SIDE = SaltUsage(100, 0, 0, 100, frozenset({1}))
 MODEL = ModelEvidence(M, 16, 1000, 0, 100, 50, False, SIDE, SIDE, {})
 
 
@@ -254,18 +254,34 @@ def test_a_worker_that_cannot_be_chosen(reason: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "announced", "expected"),
     [
-        (Side(ENOUGH), Side(ENOUGH, salted=ENOUGH, announcing_salts=ENOUGH), ["salt_one_sided"]),
-        (Side(ENOUGH - 1), Side(ENOUGH, salted=ENOUGH), []),  # too few to say so
-        (Side(ENOUGH, salted=1), Side(ENOUGH, salted=ENOUGH), []),
-        (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH, announcing_salts=ENOUGH), ["salt_one_sided"]),
-        (Side(ENOUGH, salted=ENOUGH), Side(ENOUGH), []),  # these engines do not announce salts
-        (Side(ENOUGH, adapted=ENOUGH), Side(ENOUGH), ["adapter_one_sided"]),
-        (Side(ENOUGH), Side(ENOUGH, adapted=ENOUGH), ["adapter_one_sided"]),
-        (Side(ENOUGH, adapted=1), Side(ENOUGH, adapted=1), []),
-        (Side(0), Side(ENOUGH, salted=ENOUGH, adapted=ENOUGH), []),  # all questions were by hash
+        (
+            SaltUsage(ENOUGH),
+            SaltUsage(ENOUGH, salted=ENOUGH, announcing_salts=ENOUGH),
+            ["salt_one_sided"],
+        ),
+        (SaltUsage(ENOUGH - 1), SaltUsage(ENOUGH, salted=ENOUGH), []),  # too few to say so
+        (SaltUsage(ENOUGH, salted=1), SaltUsage(ENOUGH, salted=ENOUGH), []),
+        (
+            SaltUsage(ENOUGH, salted=ENOUGH),
+            SaltUsage(ENOUGH, announcing_salts=ENOUGH),
+            ["salt_one_sided"],
+        ),
+        (
+            SaltUsage(ENOUGH, salted=ENOUGH),
+            SaltUsage(ENOUGH),
+            [],
+        ),  # these engines do not announce salts
+        (SaltUsage(ENOUGH, adapted=ENOUGH), SaltUsage(ENOUGH), ["adapter_one_sided"]),
+        (SaltUsage(ENOUGH), SaltUsage(ENOUGH, adapted=ENOUGH), ["adapter_one_sided"]),
+        (SaltUsage(ENOUGH, adapted=1), SaltUsage(ENOUGH, adapted=1), []),
+        (
+            SaltUsage(0),
+            SaltUsage(ENOUGH, salted=ENOUGH, adapted=ENOUGH),
+            [],
+        ),  # all questions were by hash
     ],
 )
-def test_sides(asked: Side, announced: Side, expected: list[str]) -> None:
+def test_sides(asked: SaltUsage, announced: SaltUsage, expected: list[str]) -> None:
     assert of_model(replace(MODEL, asked=asked, announced=announced)) == expected
 
 
@@ -275,7 +291,7 @@ def test_what_never_matches_is_told_by_its_first_cause() -> None:
     other = replace(SIDE, first_tokens=frozenset({2}))
     assert of_model(replace(never, announced=other)) == ["tokens_disagree"]
     assert of_model(replace(never, announced=replace(other, salted=100))) == ["salt_one_sided"]
-    assert of_model(replace(never, announced=Side())) == ["no_match_ever"]
+    assert of_model(replace(never, announced=SaltUsage())) == ["no_match_ever"]
 
 
 # ---- choices

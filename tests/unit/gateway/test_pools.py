@@ -10,14 +10,14 @@ import pytest
 from kvd.gateway.errors import GatewayError
 from kvd.gateway.pools import (
     EngineRank,
-    crew_of,
+    eligible_engines,
     handed_over,
     judge_host,
     meeting,
     prefill_body,
     taking_over,
 )
-from kvd.gateway.probing import Card, EngineKind, Facts
+from kvd.gateway.probing import EngineKind, Facts, ListedModel
 from kvd.gateway.requests import Api, read
 from kvd.gateway.upstreams import Upstream
 from kvd.selection.worker_record import Role
@@ -32,7 +32,7 @@ def upstream(
     kind: EngineKind, role: Role | None = None, ranks: range = range(1), *, prefills: bool = False
 ) -> Upstream:
     url = "http://10.1.2.3:8000"
-    models = (Card("m", None, None, {}),)
+    models = (ListedModel("m", None, None, {}),)
     facts = Facts(kind, "", models, 16, None, ranks, {}, {}, False, role, 8998)
     return Upstream(url, parse_url(url), 1, prefills=prefills, facts=facts)
 
@@ -207,15 +207,15 @@ def test_numbers_too_long_to_read_are_refused(members: bytes) -> None:
 def test_who_can_be_two_for_a_request() -> None:
     prefill = upstream(EngineKind.VLLM, prefills=True)
     taker, other = upstream(EngineKind.VLLM), upstream(EngineKind.SGLANG)
-    crew = crew_of([prefill, taker, other], CHAT)
-    assert (crew.pairs, crew.alone) == ([prefill, taker], [taker, other])
-    assert crew_of([prefill, other], CHAT).pairs == []
-    assert crew_of([taker], CHAT).pairs == []
-    assert crew_of([prefill, taker], b"/tokenize").pairs == []
+    eligible = eligible_engines([prefill, taker, other], CHAT)
+    assert (eligible.pairs, eligible.alone) == ([prefill, taker], [taker, other])
+    assert eligible_engines([prefill, other], CHAT).pairs == []
+    assert eligible_engines([taker], CHAT).pairs == []
+    assert eligible_engines([prefill, taker], b"/tokenize").pairs == []
     first, second = (
         upstream(EngineKind.SGLANG, Role.PREFILL),
         upstream(EngineKind.SGLANG, Role.DECODE),
     )
-    crew = crew_of([first, second, other], CHAT)
-    assert (crew.pairs, crew.alone) == ([first, second], [other])
-    assert crew_of([first, second], b"/tokenize").alone == [second]
+    eligible = eligible_engines([first, second, other], CHAT)
+    assert (eligible.pairs, eligible.alone) == ([first, second], [other])
+    assert eligible_engines([first, second], b"/tokenize").alone == [second]
