@@ -268,6 +268,8 @@ cdef class SelectHandler(PromptHandler):
         usual = self.usual_members()
         ask = retry = None
         if not self.is_usual():
+            if request is None:
+                return None  # the task reads the unusual members, once
             ask = self.asked(partition_key, usual, self.body.known())
         if self.adds_request:
             retry = self.read_booking(ask, request)
