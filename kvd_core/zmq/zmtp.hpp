@@ -17,8 +17,8 @@
 //
 // Invariants
 //   1. No frame's header is scanned twice, so the cost of a message of many frames stays linear.
-//   2. A message beyond its bound ends the connection at the first header that shows it; claimed
-//      lengths allocate nothing.
+//   2. A message beyond its bound, together with the commands between its frames, ends the
+//      connection at the first header that shows it; claimed lengths allocate nothing.
 //   3. Unsent bytes are bounded: greeting, READY and subscriptions are sent once, and a PONG or
 //      PING is only added when all bytes before it have been sent.
 #pragma once
@@ -48,7 +48,8 @@ class ZmtpSubscriber {
 
   static constexpr size_t kGreeting = 64;
   static constexpr size_t kMaxCommand = 64 * 1024;  // bytes of one command, at most
-  static constexpr size_t kMaxBesides = 64 * 1024;  // bytes of a message beside its largest frame
+  // Bytes of a message beside its largest frame, with the commands between its frames.
+  static constexpr size_t kMaxBesides = 64 * 1024;
 
   ZmtpSubscriber(size_t max_frame, std::vector<std::string> topics)
       : max_frame_(max_frame), topics_(std::move(topics)) {
@@ -84,7 +85,7 @@ class ZmtpSubscriber {
       }
       Frame frame;
       if (!header(at, left, frame)) break;
-      if (frame.command ? frame.size > kMaxCommand : !fits(frame)) {
+      if (!fits(frame)) {
         fail(kProtocol);
         break;
       }
@@ -163,7 +164,8 @@ class ZmtpSubscriber {
   }
 
   bool fits(const Frame& frame) const {
-    return frame.size <= max_frame_ && scanned_ + frame.whole() <= max_frame_ + kMaxBesides;
+    if (frame.size > (frame.command ? kMaxCommand : max_frame_)) return false;
+    return scanned_ == 0 || scanned_ + frame.whole() <= max_frame_ + kMaxBesides;
   }
 
   static uint64_t number(const uint8_t* at, size_t bytes) {

@@ -250,6 +250,8 @@ LATE = {
     "frames beyond the limit": (b"\3" + struct.pack(">Q", LIMIT) + bytes(LIMIT))
     * (BESIDES // LIMIT + 2),
     "a command beyond the limit": b"\6" + struct.pack(">Q", BESIDES + 1),
+    "commands between frames, beyond the limit": b"\1\1k"
+    + command(b"DANCE", bytes(200)) * ((LIMIT + BESIDES) // 200),
     "unknown flags": b"\x10\0",
     "a command with more": b"\5\0",
     "a ping that is too short": command(b"PING", b"\0"),
