@@ -218,10 +218,10 @@ class RemoteChoices:
         rows = {row["worker_id"]: row for row in await self._catalog(kvd)}
         lacked = False
         for worker_id in kvd.registered.keys() - self._records.keys():
-            del kvd.registered[worker_id]
-            kvd.reasons.pop(worker_id, None)
             if worker_id in rows:
                 await self._change(kvd, "DELETE", f"/workers/{worker_id}")
+            del kvd.registered[worker_id]  # not if that failed: the next update tries again
+            kvd.reasons.pop(worker_id, None)
         for worker_id, record in list(self._records.items()):
             row, members = rows.get(worker_id, {}), described(record)
             if row and kvd.registered.get(worker_id) != record and not matches(row, members):

@@ -372,6 +372,32 @@ async def test_an_engine_that_became_another_is_described_anew(tmp_path: Path) -
         assert entry.record == record(1, block_size=8)
 
 
+async def test_an_engine_that_could_not_be_removed_is_removed_later(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, [kvd]):
+        service = kvd.service
+        await kvd.end()
+        await kvd.start(*map(failing_once, selection_routes(service.selections)))
+        kvd.service = service
+        await until(lambda: is_up(gateway.choices, 0))
+        await gateway.choices.deregister(2)
+        assert kvd.workers == {1, 2}
+        await until(lambda: kvd.workers == {1})
+
+
+def failing_once(route: Route) -> Route:
+    """Returns a route like this one; the first removal of a worker fails."""
+    faults = [RuntimeError("the disk is full")]
+
+    async def handler(request: Request) -> Response:
+        if faults:
+            raise faults.pop()
+        answer = route.handler(request)
+        return answer if isinstance(answer, Response) else await answer
+
+    is_removal = (route.method, route.path) == ("DELETE", "/workers/{worker_id}")
+    return replace(route, handler=handler) if is_removal else route
+
+
 async def test_what_a_kvd_shows_is_what_it_was_told(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, [kvd]):
         record = WorkerRecord(
