@@ -430,7 +430,11 @@ class Mirror:
         blocks up to the step `counted` are already in the booking.
         """
         for of in (dot, name):
-            for _, foreign in self._early.get(of, ()):
+            held = self._early.pop(of, [])
+            self._held -= len(held)
+            for _, foreign in held:
+                if self._find(name) is None:  # an earlier one of them has ended it
+                    break
                 step = foreign.record
                 if not isinstance(step, Stepped) or foreign.dot.writer == dot.writer:
                     continue
@@ -439,7 +443,6 @@ class Mirror:
                     is_due = is_new and foreign.dot.number > counted
                 if is_due:
                     self._take_step(name, replace(foreign, request_dot=dot), step)
-            self._held -= len(self._early.pop(of, ()))
 
     def _end_if_later(self, name: Name, known: Known) -> bool:
         """Ends a booking of this process if another's is first in the stream; returns whether."""

@@ -463,6 +463,28 @@ def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
     run(scenario)
 
 
+def test_steps_behind_an_end_that_came_before_the_booking_are_dropped() -> None:
+    """Two replicas end a request; a third one gets both ends before the booking."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, *enders = (Replica(server, name) for name in ("maker", "one", "two"))
+        late = Replica(server, "late")
+        maker.book("r0", 0, [1])
+        await maker.outbox.drain()
+        [booking] = maker.outbox.entries
+        for number, ender in enumerate(enders):
+            assert list(ender.mirror.take(booking, Position(1, 0), 0.0)) == []
+            ender.slots.end(ender.tracker, "r0")
+            await ender.outbox.drain()
+            [end] = ender.outbox.entries
+            assert list(late.mirror.take(end, Position(2, number), 0.0)) == []
+        assert list(late.mirror.take(booking, Position(3, 0), 0.0)) == []
+        assert count(late, "r", 1) == 0
+        assert (late.mirror.stats.left_out, late.mirror._held, late.mirror._early) == (0, 0, {})
+
+    run(scenario)
+
+
 def test_others_run_while_many_ends_are_numbered() -> None:
     many = 1000
 
