@@ -318,7 +318,11 @@ class Session:
                 await trio.sleep(POLL_S)
 
     async def _take(self, position: Position, fields: Any) -> None:
-        """Applies one entry, even if it is malformed, and moves the position behind it."""
+        """Applies one entry, even if it is malformed, and moves the position behind it.
+
+        If the session ends meanwhile, the next one applies the rest of the entry.
+        """
+        is_taken = True
         self._stats.entries_read += 1
         self._read_since_view += 1
         size = sum(len(value) for value in fields.values())
@@ -339,8 +343,12 @@ class Session:
                 await self._apply(entry, position)
         except ValueError as error:  # Unreadable, or malformed records
             self._note_unreadable(error)
+        except trio.Cancelled:
+            is_taken = False
+            raise
         finally:
-            self._mirror.position = max(self._mirror.position, position)
+            if is_taken:
+                self._mirror.position = max(self._mirror.position, position)
 
     def _note_unreadable(self, error: ValueError) -> None:
         """Counts an unreadable entry and logs the first of a session."""

@@ -485,6 +485,28 @@ def test_steps_behind_an_end_that_came_before_the_booking_are_dropped() -> None:
     run(scenario)
 
 
+def test_an_entry_is_read_again_if_the_session_ends_before_it_is_applied() -> None:
+    """Its writer is gone then, and no view has it: only the stream does."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        here, there = Replica(server, "here"), Replica(server, "there")
+        nursery.start_soon(here.run)
+        nursery.start_soon(there.run)
+        await trio.sleep(5)
+        async with here._at_rest:
+            there.book("r0", 0, [1])
+            await trio.sleep(0.1)
+            there.kill()
+            server.is_gone = True
+            await trio.sleep(5)
+        server.is_gone = False
+        await trio.sleep(5)
+        assert count(here, "r", 1) == 1
+        assert here.mirror.stats.gaps == 0
+
+    run(scenario)
+
+
 def test_others_run_while_many_ends_are_numbered() -> None:
     many = 1000
 
