@@ -137,11 +137,14 @@ class RotatingWriter:
         self._taken_bytes += len(data)
 
     def _rotate(self) -> None:
-        for number in range(self.files - 1, 0, -1):
-            with suppress(FileNotFoundError):  # there are not so many files yet
-                os.replace(_numbered(self.path, number - 1), _numbered(self.path, number))
-        if self.files == 1:
-            os.unlink(self.path)
+        # The file may have been removed; or the last rotation has moved it, but could not open the
+        # next one. Moving the others again would lose the oldest for nothing.
+        if self.path.exists():
+            for number in range(self.files - 1, 0, -1):
+                with suppress(FileNotFoundError):  # there are not so many files yet
+                    os.replace(_numbered(self.path, number - 1), _numbered(self.path, number))
+            if self.files == 1:
+                os.unlink(self.path)
         before = self._file
         self._open()
         os.close(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvd.telemetry import rotating
 from kvd.telemetry.metrics import render
 from kvd.telemetry.rotating import RotatingWriter, files_of
 from kvd.wire.lifecycle import Lifecycle, Step
+from tests.support.descriptors import lowest_free_descriptor
 from tests.support.exposition import parse
 from tests.support.held_selections import ready
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
@@ -218,6 +220,42 @@ def test_one_file_alone_begins_anew(tmp_path: Path) -> None:
     writer.close(PATIENCE_S)
     assert [int(line) for line in (tmp_path / "log").read_text().split()] == [5, 6]
     assert files_of(tmp_path / "log") == [tmp_path / "log"]
+
+
+def test_a_removed_log_begins_anew(tmp_path: Path) -> None:
+    for files in (1, 2):
+        path = tmp_path / f"log-of-{files}"
+        writer = RotatingWriter(path, 100, files)
+        path.unlink()
+        for number in range(7):
+            writer.write(b"%019d\n" % number)
+        writer.close(PATIENCE_S)
+        assert writer.failed == 0, files
+        assert [int(line) for line in path.read_text().split()] == [5, 6], files
+
+
+def test_a_rotation_that_opens_no_file_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotating, "BATCHED_S", 0)
+    path = tmp_path / "log"
+    before = {"log": "newest", "log.1": "older", "log.2": "oldest"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    writer = RotatingWriter(path, 10, 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), hard))
+    try:
+        for number in range(3):
+            writer.write(b"lost\n")
+            while writer.failed == number:
+                os.sched_yield()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    writer.write(b"written\n")
+    writer.close(PATIENCE_S)
+    assert path.read_text().split() == ["written"]
+    assert [file.read_text() for file in files_of(path)[:-1]] == ["oldest\n", "older\n", "newest\n"]
 
 
 async def test_lines_beyond_the_bound_are_dropped_and_counted(
