@@ -188,7 +188,6 @@ class JournalWriter:
         if self._has_failed:  # there is no file for the records that wait
             self.stats.lost_bytes += len(self._journal.take())
         await self.flush()  # to the journal before, which may still be needed
-        is_behind_hole = self._has_failed or self._has_hole()
         self._last += 1  # also if this one fails: the next one has another name
         number = self._last
         header = Header(Content.JOURNAL, self._instance_id, ClockReading.now(self._clock()), number)
@@ -200,8 +199,10 @@ class JournalWriter:
         self._close()
         self._number, (self._file, self._size) = number, made
         self._synced = 0
+        is_behind_hole = self._has_failed or self._has_hole()
         self._has_failed = False
-        if is_behind_hole:
+        if is_behind_hole:  # the records that wait are from around it, and are exported anew below
+            self.stats.lost_bytes += len(self._journal.take())
             self._journal.put(HOLE, b"")
         self._is_whole = False
         self._dropped = self._journal.dropped

@@ -70,9 +70,9 @@ def scanned(hashes: list[int]) -> BodyScanner:
 class Process:
     """One life on a state directory."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, room: int = 1 << 24) -> None:
         self.directory = StateDirectory(folder)
-        self.journal = Journal(1 << 24)
+        self.journal = Journal(room)
         ledgers = Ledgers(journals=[self.journal])
         options = RouterOptions(session_affinity_ttl_s=TTL_S, uses_kv_events=False)
         self.service = Service(options, expiry_s=EXPIRY_S, ledgers=ledgers, journal=self.journal)
@@ -415,6 +415,53 @@ def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
         assert [number for number, _ in process.directory.journals()] == [2]
         process.die()
         assert await has_it(tmp_path)
+
+    trio.run(main)
+
+
+def test_records_dropped_while_a_journal_is_created_are_a_hole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies before the journal is whole: what came before the hole is restored."""
+    monkeypatch.setattr(journal, "EXPORT_BYTES", 0)
+
+    async def main() -> None:
+        process = Process(tmp_path, 0, room=2000)
+        await process.start()
+        await process.writer.begin()
+        add, now = process.slots.add, process.service.now
+        tracker = process.slots.trackers[SLOTS]
+        add(tracker, "r1", 1, 0, scanned([1]), 9, now, None)
+        await process.writer.flush()
+        create, flush, made = process.directory.create_journal, process.writer.flush, Event()
+
+        def create_late(header: Header) -> tuple[int, int]:
+            made.wait(10)
+            return create(header)
+
+        async def flush_once() -> None:
+            await flush()
+            if made.is_set():
+                await trio.sleep_forever()
+
+        process.directory.create_journal = create_late  # type: ignore[method-assign]
+        process.writer.flush = flush_once  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.begin)
+            await trio.testing.wait_all_tasks_blocked()
+            for name, blocks in (("r2", 1), ("r3", 235), ("r4", 1)):
+                add(tracker, name, 1, 0, scanned([1] * blocks), 9, now, None)
+            assert process.journal.dropped == 1
+            made.set()
+            while process.writer._number != 2 or len(process.journal):
+                await trio.lowlevel.checkpoint()
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        process.die()
+        after = Process(tmp_path, 1)
+        await after.start()
+        assert {row[0] for row in after.seen().slots} == {"r1"}
+        after.die()
 
     trio.run(main)
 
