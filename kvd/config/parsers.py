@@ -19,7 +19,7 @@ from kvd.index.served_models import ServedKey
 from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_networks
 from kvd.wire.endpoints import check_replica_endpoint
-from kvd.wire.hosts import literal
+from kvd.wire.hosts import in_ascii, literal
 from kvd.wire.state_address import parse_address
 from kvd.wire.urls import (
     MAX_UNIX_PATH_BYTES,
@@ -203,6 +203,11 @@ def parse_host(text: str) -> str:
         raise ValueError("write 0.0.0.0 for every IPv4 address, or [::] for every IPv6 address")
     literal(text.partition("%")[0] if ":" in text else text)
     return text
+
+
+def parse_server_name(text: str) -> str:
+    """Reads the name in a server's certificate: that of a host, or its address."""
+    return in_ascii(text)
 
 
 def parse_uint(text: str, maximum: int) -> int:
@@ -455,7 +460,7 @@ class Setting:
     @property
     def is_text(self) -> bool:
         """Returns whether its value is a text that must not be read as a number."""
-        return self.parse in (str, parse_name, parse_path, parse_host)
+        return self.parse in (str, parse_name, parse_path, parse_host, parse_server_name)
 
     @property
     def many(self) -> bool:

@@ -655,7 +655,7 @@ GATEWAY_SETTINGS = section(
         "PEM private key of upstream_tls_certfile", options_class=UpstreamTls, field="keyfile"
     ),
     upstream_tls_server_name=Setting(
-        parsers.parse_name,
+        parsers.parse_server_name,
         "NAME",
         "name in the certificates of engines with https: URLs",
         when_unset="the host of the URL",

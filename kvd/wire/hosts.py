@@ -48,6 +48,16 @@ def literal(host: str) -> Address | None:
     return None
 
 
+def in_ascii(host: str) -> str:
+    """Returns a host as DNS and certificates spell it; ValueError if it is none."""
+    try:
+        host = host if host.isascii() else host.encode("idna").decode()
+    except UnicodeError:
+        raise ValueError(f"{host[:64]!r} is not a host name") from None
+    literal(host)
+    return host
+
+
 def normal(address: Address) -> Address:
     """Returns the IPv4 address inside an IPv4-mapped one, any other address unchanged."""
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from kvd.wire.hosts import literal
+from kvd.wire.hosts import in_ascii, literal
 
 PORTS = {"http": 80, "https": 443}
 UNIX_PREFIX = "unix:"
@@ -124,12 +124,7 @@ def _host(parts: SplitResult) -> str:
     if not host:
         hint = "; an IPv6 address has brackets" if parts.netloc.count(":") > 1 else ""
         raise ValueError(f"the URL has no host{hint}, expected {FORM}")
-    try:
-        host = host if host.isascii() else host.encode("idna").decode()
-    except UnicodeError:
-        raise ValueError("the host of the URL is not a name") from None
-    literal(host)
-    return host
+    return in_ascii(host)
 
 
 def _port(parts: SplitResult) -> int:

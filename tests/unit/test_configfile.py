@@ -124,6 +124,10 @@ def test_every_misspelling_is_refused(
             r"replica_sync_peers: .*tcp://\*\*\*@x:1`: missing",
         ),
         ("replica_sync_host = 'a b'", r"replica_sync_host: a b is not a host name"),
+        *(
+            (f"upstream_tls_server_name = '{name}'", r"upstream_tls_server_name: .* is not a host")
+            for name in ("", ".a.example", "a..example", "*.example", "\u00fc" * 64)
+        ),
         ("indexer_bind = 'http://h:1'", r"indexer_bind: expected HOST:PORT"),
         ('indexer_bind = "h\\u0000:1"', r"indexer_bind: .* is not a host name"),
         ("indexer_bind = '[h]:1'", r"indexer_bind: .* h is not one"),
