@@ -143,9 +143,9 @@ class LocalChoices:
     async def register(self, record: WorkerRecord) -> list[str]:
         workers = self._selections.workers
         known = workers.entries.get(record.worker_id)
-        if known is not None and known.record == record:
-            return []
         if known is not None and not known.reasons:
+            if known.record == record:
+                return []
             await workers.delete(record.worker_id)
         return (await workers.put(record)).reasons
 

@@ -94,6 +94,18 @@ async def test_sessions_count_where_no_tokens_are_known() -> None:
         assert (await gateway.about("/v1/embeddings", input="hi")).session is None
 
 
+async def test_an_engine_that_does_not_fit_is_named_each_time() -> None:
+    """It fits once the engine has gone that it differs from."""
+    async with asking() as gateway:
+        (worker,) = gateway.selections.workers.entries.values()
+        other = replace(worker.record, worker_id=7, block_size=8)
+        for _ in range(2):
+            reasons = await gateway.choices.register(other)
+            assert reasons == ["block_size 8 differs from 16 of its model"]
+        await gateway.choices.deregister(worker.record.worker_id)
+        assert await gateway.choices.register(other) == []
+
+
 def long_prompt(pool: Pool) -> None:
     pool.match(b"", b"", 1_000_000)
 
