@@ -18,16 +18,17 @@ DEFAULT_TENANT = "default"
 MAX_PARTITIONS = 16_384
 
 
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+# Surrogates stand for bytes that are not UTF-8, or for half a character of JSON.
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a text is fit to be a name: it has no control characters.
+    """Returns whether a text is fit to be a name: it is Unicode without control characters.
 
     Names appear in metrics, logs, JSON and listings. A NUL breaks a scrape of Prometheus, escape
     sequences redraw a terminal, and nobody uses either on purpose.
     """
-    return _CONTROL.search(text) is None
+    return _UNFIT.search(text) is None
 
 
 class PartitionKey(NamedTuple):

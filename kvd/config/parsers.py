@@ -147,7 +147,7 @@ def parse_folder(text: str) -> Path:
 def parse_name(text: str) -> str:
     """Reads the name of a model or a tenant."""
     if not is_name(text):
-        raise ValueError("the name contains control characters")
+        raise ValueError("the name contains control characters or is not UTF-8")
     return text
 
 

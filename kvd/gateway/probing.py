@@ -23,6 +23,7 @@ import trio
 
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.heads import own_head
+from kvd.model import is_name
 from kvd.selection.worker_record import Role
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import Answer
@@ -35,6 +36,7 @@ CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULT
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
+MAX_COUNT = 10**18 - 1  # of tokens or blocks, as WHOLE reads it from metrics
 MAX_RANKS = 4096  # ranks that one engine may report
 
 
@@ -192,7 +194,7 @@ class Probe:
         models = [
             ListedModel(row["id"], row.get("parent"), _positive(row.get("max_model_len")), row)
             for row in rows
-            if isinstance(row, dict) and isinstance(row.get("id"), str)
+            if isinstance(row, dict) and isinstance(row.get("id"), str) and is_name(row["id"])
         ]
         if not models:
             raise NotAnEngine("/v1/models lists no model")
@@ -272,4 +274,6 @@ def _parsed(answer: Answer) -> Any:
 
 
 def _positive(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 < value <= MAX_COUNT else None

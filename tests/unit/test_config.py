@@ -283,6 +283,12 @@ def test_either_face_can_be_off() -> None:
         load(dict.fromkeys(FACE_BINDS, OFF), {})
 
 
+def test_a_name_is_utf8() -> None:
+    """Python reads other bytes of an environment as surrogates, which no scrape could show."""
+    with pytest.raises(StartError, match="control characters or is not UTF-8"):
+        load({}, {"KVD_MODEL_NAME": "\udcff"})
+
+
 def test_replicas_need_a_port() -> None:
     peers = "tcp://a:1,tcp://b:2, tcp://a:1"
     environ = {"KVD_REPLICA_SYNC_PEERS": peers}

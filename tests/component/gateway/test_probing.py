@@ -9,7 +9,7 @@ import trio
 
 from kvd.gateway.answers import first_error
 from kvd.gateway.heads import read_head
-from kvd.gateway.probing import EngineKind, NotAnEngine, Probe, cache_configs
+from kvd.gateway.probing import EngineKind, Facts, NotAnEngine, Probe, cache_configs
 from kvd.gateway.requests import longest_ids
 from kvd.gateway.stats import TokenSource
 from kvd.gateway.tokens import read_tokens
@@ -20,7 +20,12 @@ MODELS = {"data": [{"id": "demo"}]}
 
 
 async def ask(answers: dict[str, object]) -> EngineKind | None:
-    """Probes an engine that answers the paths in `said`, and others with 404.
+    facts = await facts_of(answers)
+    return None if facts is None else facts.kind
+
+
+async def facts_of(answers: dict[str, object]) -> Facts | None:
+    """Probes an engine that answers the paths in `answers`, and others with 404.
 
     Returns None if it is not an engine.
     """
@@ -41,7 +46,7 @@ async def ask(answers: dict[str, object]) -> EngineKind | None:
     async with relaying(script) as (exchanges, engine, _):
         target = parse_url("http://127.0.0.1:1")
         try:
-            return (await Probe(exchanges, engine, target, b"").ask()).kind
+            return await Probe(exchanges, engine, target, b"").ask()
         except NotAnEngine:
             return None
 
@@ -51,6 +56,7 @@ async def ask(answers: dict[str, object]) -> EngineKind | None:
     [
         {"/v1/models": {"data": 5}},
         {"/v1/models": {"data": {"id": "demo"}}},
+        {"/v1/models": {"data": [{"id": "\ud800"}]}},
         {"/v1/models": MODELS, "/server_info": {"page_size": 1, "dp_size": 10**12}},
         {
             "/v1/models": MODELS,
@@ -82,6 +88,22 @@ async def test_ranks_that_are_none_are_passed_over(rank: str) -> None:
         "/kv_event_sources": {rank: source},
     }
     assert await ask(answers) is EngineKind.VLLM
+
+
+async def test_models_with_names_that_nobody_could_ask_for_are_passed_over() -> None:
+    """Such names break metrics and the index, and half a character ended kvd."""
+    adapters = [{"id": name, "parent": "demo"} for name in ("\udc80", "a\n", "\x00", "sql")]
+    facts = await facts_of({"/v1/models": {"data": [*adapters, *MODELS["data"]]}})
+    assert facts is not None and facts.names == ["demo", "sql"]
+
+
+@pytest.mark.parametrize("tokens", [10**18, 2**64, 10**400], ids=lambda tokens: str(tokens)[:20])
+async def test_an_impossible_number_of_tokens_is_ignored(tokens: int) -> None:
+    model = {"id": "demo", "max_model_len": tokens}
+    info = {"page_size": 1, "max_total_num_tokens": tokens, "dcp_size": tokens}
+    facts = await facts_of({"/v1/models": {"data": [model]}, "/server_info": info})
+    assert facts is not None
+    assert (facts.block_size, facts.blocks, facts.context) == (1, None, None)
 
 
 def test_numbers_too_long_to_read_are_not_said() -> None:
