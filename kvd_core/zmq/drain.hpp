@@ -46,6 +46,7 @@ constexpr int ZMQ_DONTWAIT_FLAG = 1;  // zmq.h: ZMQ_DONTWAIT
 constexpr size_t SEQ_BYTES = 8;
 constexpr size_t NAMED_SEQ_BYTES = SEQ_BYTES + kPublisherBytes;
 constexpr int EVENT_FRAMES = 3;
+constexpr uint64_t NO_NUMBER = UINT64_MAX;  // the end of a replay has it, and no batch
 
 // The functions of libzmq's C interface that are used here.
 struct Libzmq {
@@ -87,6 +88,7 @@ enum class ReceiveOutcome {
   event,            // seq, publisher, payload and size are those of a well-formed message
   bad_frame_count,  // a message of another number of frames than 3
   bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
+  bad_number,       // a message with the number that marks the end of a replay
   failed,           // libzmq refused; errno says why
 };
 
@@ -122,11 +124,12 @@ class MessageSource {
   virtual const uint8_t* second() = 0;  // frame
   virtual size_t second_size() = 0;
 
-  static ReceiveOutcome shape_of(int frames, size_t second_size) {
+  // Checks a message of so many frames, whose second one is second().
+  ReceiveOutcome checked(int frames) {
     if (frames != EVENT_FRAMES) return ReceiveOutcome::bad_frame_count;
-    if (second_size != SEQ_BYTES && second_size != NAMED_SEQ_BYTES)
-      return ReceiveOutcome::bad_sequence;
-    return ReceiveOutcome::event;
+    const size_t size = second_size();
+    if (size != SEQ_BYTES && size != NAMED_SEQ_BYTES) return ReceiveOutcome::bad_sequence;
+    return seq() == NO_NUMBER ? ReceiveOutcome::bad_number : ReceiveOutcome::event;
   }
 
   static void pack(std::string& packed, const void* data, size_t bytes) {
@@ -157,7 +160,7 @@ class MessageReader final : public MessageSource {
       if (count <= EVENT_FRAMES) ++count;
       more_ = zmq_.msg_more(&frame);
     } while (more_);
-    return shape_of(count, second_size());
+    return checked(count);
   }
 
   ReceiveOutcome next_of_any_shape(int most, std::string& packed) override {

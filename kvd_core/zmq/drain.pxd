@@ -16,6 +16,7 @@ cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
         event            # seq, publisher, payload and size describe a well-formed message
         bad_frame_count  # another number of frames than 3, or too many
         bad_sequence     # the second frame is neither 8 nor 24 bytes long
+        bad_number       # the number is 2^64 - 1, which marks the end of a replay
         failed           # libzmq refused; errno says why
 
     cdef cppclass MessageSource:

@@ -17,6 +17,7 @@ import zmq.backend
 
 BAD_FRAME_COUNT = "frame_count"
 BAD_SEQUENCE = "sequence_length"
+BAD_NUMBER = "sequence_number"
 
 cdef Libzmq _zmq
 
@@ -235,12 +236,18 @@ cdef bint take_events(
             elif got == ReceiveOutcome.failed:
                 _raise()
             else:
-                refuse(BAD_FRAME_COUNT if got == ReceiveOutcome.bad_frame_count else BAD_SEQUENCE)
+                refuse(_bad(got))
             if deadline.passed():
                 return True
         return True
     finally:
         del deadline
+
+
+cdef str _bad(ReceiveOutcome got):
+    if got == ReceiveOutcome.bad_frame_count:
+        return BAD_FRAME_COUNT
+    return BAD_SEQUENCE if got == ReceiveOutcome.bad_sequence else BAD_NUMBER
 
 
 cdef bint take_frames(

@@ -10,6 +10,7 @@ import zmq
 from kvd.net.zsocket import ZSocket
 from kvd_core.zmq.drain import (
     BAD_FRAME_COUNT,
+    BAD_NUMBER,
     BAD_SEQUENCE,
     Inbox,
     InboxSpace,
@@ -19,7 +20,7 @@ from kvd_core.zmq.drain import (
 from tests.support.zmtp_fakes import Publisher, until
 
 FOREVER_NS = 10**12
-LAST_SEQ = 2**64 - 1
+LAST_SEQ = 2**64 - 2  # the next one marks the end of a replay
 
 
 class Sink:
@@ -80,6 +81,8 @@ async def test_every_shape(pair: tuple[Publisher, ZSocket]) -> None:
         ([b"", b"", b"p"], BAD_SEQUENCE),
         ([b"", bytes(7), b"p"], BAD_SEQUENCE),
         *(([b"", bytes(n), b"p"], BAD_SEQUENCE) for n in range(9, 65) if n != 24),
+        ([b"", (LAST_SEQ + 1).to_bytes(8), b"p"], BAD_NUMBER),
+        ([b"", (LAST_SEQ + 1).to_bytes(8) + bytes(16), b"p"], BAD_NUMBER),
         ([b"", (3).to_bytes(8) + bytes(16), b"p"], (3, b"p")),
         ([b"", (1).to_bytes(8), b"end"], (1, b"end")),
     ]
