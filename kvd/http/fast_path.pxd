@@ -40,6 +40,7 @@ cdef class FastPath:
     cdef public bint logged  # whether answers are reported to `log` as well
 
     cdef int _serve_until(self, int64_t end) except -1
+    cdef _exhaust(self, connection, int fd)
     cdef _step(self, connection, int fd)
     cdef _answer(self, connection, int fd, route, Text captured)
     cdef _relayed(self, connection, route)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import trio
 
 from tests.support.serving import TEST_SECONDS, Client, serving
@@ -65,6 +68,19 @@ async def test_a_half_closed_connection_ends_after_its_answer() -> None:
                 assert (await client.read_reply()).body == b"abc"
                 with trio.fail_after(TEST_SECONDS):
                     assert await client.read_to_end() == b""
+
+
+async def test_urgent_data_hide_nothing_behind_them() -> None:
+    """A receive stops in front of urgent data, although more has come."""
+    async with serving() as running, running.client() as client:
+        assert (await client.request("POST", "/echo", b"first")).body == b"first"
+        with socket.socket(fileno=os.dup(client.stream.socket.fileno())) as sock:
+            sock.send(request("/echo", b"abc"))
+            sock.send(b"!", socket.MSG_OOB)
+            sock.send(request("/echo", b"def"))
+        with trio.fail_after(TEST_SECONDS):
+            assert (await client.read_reply()).body == b"abc"
+            assert (await client.read_reply()).body == b"def"
 
 
 async def test_busy_connections_leave_room_for_others() -> None:
