@@ -7,6 +7,7 @@ lasts `total_s` at most, and all that it brings goes through `CatchUp.take`.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,7 +91,9 @@ class Replayer:
                 dealer.socket.send_multipart(request(listener.catch_up.wanted().start), zmq.NOBLOCK)
             except zmq.ZMQError:
                 return ReplayEnd.FAILED
-            return await _Answer(dealer, listener, self.options.idle_s, room, self._turns).read()
+            return await _Answer(
+                dealer, listener, self.options, self._link, room, self._turns
+            ).read()
 
 
 class _Allowance:
@@ -102,7 +105,7 @@ class _Allowance:
 
     def take(self, frames: list[bytes]) -> None:
         self._messages -= 1
-        self._bytes -= sum(map(len, frames))
+        self._bytes -= _size(frames)
 
     @property
     def is_used_up(self) -> bool:
@@ -110,22 +113,38 @@ class _Allowance:
 
 
 class _Answer:
-    """Reads the answer to one request."""
+    """Reads the answer to one request.
+
+    Messages are taken off the socket as they come, and wait here while earlier ones are applied:
+    libzmq bounds their number alone, and a batch may have megabytes. As many wait as a stream may
+    queue; then the connection is closed, and the rest is requested again.
+    """
 
     def __init__(
-        self, dealer: ZSocket, listener: EventStream, idle_s: float, room: _Allowance, turns: Turns
+        self,
+        dealer: ZSocket,
+        listener: EventStream,
+        options: ReplayOptions,
+        link: LinkOptions,
+        room: _Allowance,
+        turns: Turns,
     ) -> None:
         self._dealer = dealer
         self._listener = listener
-        self._idle_s = idle_s
+        self._idle_s = options.idle_s
+        self._link = link
         self._room = room
         self._turns = turns
+        self._waiting: deque[list[bytes]] = deque()
+        self._waiting_bytes = 0
+        self._cut: ReplayEnd | None = None  # why no more messages are taken off the socket
 
     async def read(self) -> ReplayEnd:
         while True:
             # The patience does not run here: a server is not silent while kvd applies its batch.
             while self._listener.unfinished is not None:
                 await trio.lowlevel.checkpoint()
+                self._receive()
                 self._listener.batches.advance()
             replayed = self._listener.stats.replayed
             with trio.move_on_after(self._idle_s) as patience:
@@ -141,26 +160,62 @@ class _Answer:
 
         Stops after a batch that is not wholly applied yet.
         """
+        more = self._receive()
         until_ns = self._turns.clock_ns() + self._turns.round_ns
-        while (frames := self._dealer.receive_nowait()) is not None:
-            end = self._take(frames)
+        while self._waiting:
+            end = self._take(self._next())
             if end is not None:
                 return end
             if self._listener.unfinished is not None:
                 return None
             if self._turns.clock_ns() >= until_ns:
-                await trio.lowlevel.checkpoint()
-                return None
-        await self._dealer.wait_readable()
+                more = True
+                break
+        if more:
+            await trio.lowlevel.checkpoint()
+        elif self._cut is not None:
+            return self._cut
+        else:
+            await self._dealer.wait_readable()
         return None
 
+    def _receive(self) -> bool:
+        """Takes messages off the socket, for one turn; returns whether there may be more."""
+        until_ns = self._turns.clock_ns() + self._turns.round_ns
+        while self._cut is None and (frames := self._dealer.receive_nowait()) is not None:
+            self._waiting.append(frames)
+            self._waiting_bytes += _size(frames)
+            self._room.take(frames)
+            if self._room.is_used_up:
+                self._cut = ReplayEnd.TOO_MUCH
+            elif self._is_full:
+                self._cut = ReplayEnd.HOLE
+            elif self._turns.clock_ns() >= until_ns:
+                return True
+        if self._cut is not None:
+            self._dealer.close()
+        return False
+
+    @property
+    def _is_full(self) -> bool:
+        messages, size = self._link.queue_messages, self._link.queue_bytes
+        return 0 < messages < len(self._waiting) or 0 < size < self._waiting_bytes
+
+    def _next(self) -> list[bytes]:
+        frames = self._waiting.popleft()
+        self._waiting_bytes -= _size(frames)
+        return frames
+
     def _take(self, frames: list[bytes]) -> ReplayEnd | None:
-        self._room.take(frames)
         answer = read_answer(frames)
         if answer is None:
             self._listener.stats.strays += 1
         elif answer.is_end:
             return ReplayEnd.MARKER
-        elif (end := self._listener.catch_up.take(*answer)) is not None:
-            return end
-        return ReplayEnd.TOO_MUCH if self._room.is_used_up else None
+        else:
+            return self._listener.catch_up.take(*answer)
+        return None
+
+
+def _size(frames: list[bytes]) -> int:
+    return sum(map(len, frames))

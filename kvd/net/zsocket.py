@@ -47,7 +47,9 @@ class ZSocket:
             self.socket.set(option, value)
 
     def close(self) -> None:
-        """Closes the socket; a task that waits for it gets ClosedResourceError."""
+        """Closes the socket, once; a task that waits for it gets ClosedResourceError."""
+        if self.socket.closed:
+            return
         trio.lowlevel.notify_closing(self._fd)
         self.socket.close(linger=0)
 

@@ -1,15 +1,18 @@
-"""How long a replay waits for its server."""
+"""How long a replay waits for its server, and how much of an answer waits for kvd."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import cast
 
+import pytest
 import trio.testing
 
+from kvd.net.link import LinkOptions
 from kvd.net.replay import ReplayOptions, _Allowance, _Answer
 from kvd.net.turns import Turns
 from kvd.net.zsocket import ZSocket
+from kvd.wire.applied_batches import BatchSink
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd_core.index.prefix_index import UNFINISHED
@@ -30,6 +33,9 @@ class Come:
     async def wait_readable(self) -> None:
         await trio.sleep_forever()
 
+    def close(self) -> None:
+        self._messages.clear()
+
 
 class Slow(NoStream):
     """Applies each batch in two more slices; a slice takes longer than a replay waits."""
@@ -48,15 +54,37 @@ class Slow(NoStream):
         return UNFINISHED if self._slices else 0
 
 
+def gap_of_four(stream: BatchSink) -> EventStream:
+    """Returns a stream that lacks the batches before the held one, whose number is 4."""
+    listener = EventStream("1:0", "tcp://e:1", stream, "tcp://e:2")
+    listener.catch_up.hold(4, b"4")
+    listener.catch_up.judge()
+    listener.catch_up.begin()
+    return listener
+
+
+def answer_of(come: Come, listener: EventStream, link: LinkOptions) -> _Answer:
+    room = _Allowance(OPTIONS)
+    return _Answer(cast(ZSocket, come), listener, OPTIONS, link, room, Turns())
+
+
 async def test_a_server_is_not_silent_while_its_batch_is_applied(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    listener = EventStream("1:0", "tcp://e:1", Slow(autojump_clock), "tcp://e:2")
-    catch_up = listener.catch_up
-    catch_up.hold(4, b"4")
-    catch_up.judge()
-    catch_up.begin()
-    come = cast(ZSocket, Come(0, 1, 2, 3))
-    answer = _Answer(come, listener, OPTIONS.idle_s, _Allowance(OPTIONS), Turns())
+    listener = gap_of_four(Slow(autojump_clock))
+    answer = answer_of(Come(0, 1, 2, 3), listener, LinkOptions())
     assert await answer.read() is ReplayEnd.REACHED
     assert (listener.stats.replayed, listener.unfinished) == (4, 3)
+
+
+@pytest.mark.parametrize("link", [LinkOptions(queue_messages=1), LinkOptions(queue_bytes=17)])
+async def test_what_finds_no_room_to_wait_is_asked_for_again(
+    autojump_clock: trio.testing.MockClock, link: LinkOptions
+) -> None:
+    """A server that sends faster than kvd applies would fill its memory."""
+    listener = gap_of_four(Slow(autojump_clock))
+    assert await answer_of(Come(0, 1, 2, 3), listener, link).read() is ReplayEnd.HOLE
+    assert listener.stats.replayed == 2
+    assert listener.catch_up.wants_more(ReplayEnd.HOLE)
+    assert await answer_of(Come(2, 3), listener, LinkOptions()).read() is ReplayEnd.REACHED
+    assert listener.stats.replayed == 4
