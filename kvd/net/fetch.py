@@ -22,6 +22,9 @@ from kvd.net.dialing import Dialer, Unreachable
 from kvd.wire.urls import Target, parse_url
 
 RECEIVE_BYTES = 64 * 1024  # bytes of a peer's answer received at once
+# Bytes of framing for each byte of the body, beside as many as a head may have: a chunk of one byte
+# has five. Extensions and trailers can go on for ever, and the parser keeps trailers.
+MOST_FRAMING = 8
 
 Headers = dict[bytes, bytes]
 Sink = Callable[[bytes], None]
@@ -133,7 +136,7 @@ class _Answer:
         self.complete = False
         self._limits = limits
         self._parser = httptools.HttpResponseParser(self)
-        self._head_bytes = 0
+        self._framing_bytes = 0  # all that is not the body
         self._body_bytes = 0
         self._pieces: list[bytes] = []
 
@@ -144,13 +147,14 @@ class _Answer:
 
     def feed(self, data: bytes) -> None:
         """Parses more bytes; raises FetchError unless they are one answer within the limits."""
+        self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise FetchError(f"not an HTTP answer: {error.__context__ or error}") from None
-        self._head_bytes += 0 if self.headers_complete else len(data)
-        if self._head_bytes > self._limits.head_bytes:
-            raise FetchError("the head of the answer is too long")
+        if self._framing_bytes > self._limits.head_bytes + MOST_FRAMING * self._body_bytes:
+            part = "framing" if self.headers_complete else "head"
+            raise FetchError(f"the {part} of the answer is too long")
         if self._body_bytes > self._limits.body_bytes:
             raise FetchError("the answer is too long")
 
@@ -176,6 +180,7 @@ class _Answer:
         self.headers_complete = True
 
     def on_body(self, piece: bytes) -> None:
+        self._framing_bytes -= len(piece)
         self._body_bytes += len(piece)
         self._pieces.append(piece)
 

@@ -143,6 +143,21 @@ async def endless_head(stream: trio.SocketStream) -> None:
         await stream.send_all(b"x: y\r\n" * 1000)
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+
+
+async def endless_trailers(stream: trio.SocketStream) -> None:
+    await stream.send_all(CHUNKED + b"0\r\n")
+    while True:
+        await stream.send_all(b"x: y\r\n" * 1000)
+
+
+async def endless_extension(stream: trio.SocketStream) -> None:
+    await stream.send_all(CHUNKED + b"2;x=")
+    while True:
+        await stream.send_all(b"y" * 60_000)
+
+
 async def gone(stream: trio.SocketStream) -> None:
     await stream.send_all(b"HTTP/1.1 200 OK\r\n")
 
@@ -158,6 +173,8 @@ UNREACHABLE: dict[str, Serve] = {
     "dripping": drip,
     "endless": endless,
     "endless head": endless_head,
+    "endless trailers": endless_trailers,
+    "an endless extension": endless_extension,
     "gone": gone,
     "cut off": CUT,
     "not HTTP": answer(GOOD, status=b"OK"),
