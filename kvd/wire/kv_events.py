@@ -212,8 +212,8 @@ def object_hash(key: object) -> int | None:
 
     A number is the hash itself. Engines' connectors include their own block hash in the key of an
     object: vLLM's (`model@tp_rank:0@...@HEX`, Ascend's with a layer behind) publish its last 64
-    bits, SGLang (`model_HEX_rank_k`) the first. Returns None for other keys, and for objects that
-    SGLang stores beside a block's keys and values.
+    bits, SGLang (`model_HEX_rank_k`) the first. Returns None for other keys, longer ones than any
+    name too, and for objects that SGLang stores beside a block's keys and values.
     """
     if key is None:
         return None
@@ -222,6 +222,8 @@ def object_hash(key: object) -> int | None:
             return hash_of(key)
         except ValueError:
             return None
+    if len(key) > MAX_TEXT_BYTES:  # searching all of an event's longest text takes 0.2 s
+        return None
     if (found := _number_in(key)) is not None:
         return found
     if "@" in key:

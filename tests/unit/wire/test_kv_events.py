@@ -229,6 +229,8 @@ HEX = "00112233445566778899aabbccddeeff00112233445566778899aabb12345678"
         ("llama@tp_rank:0", None),
         ("session-17", None),
         (1.5, None),
+        (f"{'@' * 4000}{HEX}", 0x8899AABB12345678),
+        (f"{'@' * 4096}{HEX}", None),
     ],
 )
 def test_object_keys_name_blocks(key: object, hash: int | None) -> None:
