@@ -26,6 +26,7 @@ struct AnswerHead {
   Delimiter delimiter = Delimiter::kClose;
   uint64_t length = 0;  // bytes, with kLength
   bool events = false;  // text/event-stream, and no error
+  bool opaque = false;  // the same, but compressed: nobody can read the events on their way
   bool persists = false;
 };
 
@@ -96,7 +97,7 @@ inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& s
     head.status = head.status * 10 + (data[i] - '0');
   }
   if (head.status < 100 || (data[12] != ' ' && data[12] != '\r')) return Parsed::kWrong;
-  bool has_length = false, coded = false;
+  bool has_length = false, coded = false, compressed = false;
   const char* line = static_cast<const char*>(std::memchr(data, '\n', size)) + 1;
   while (line < end) {
     const char* stop = static_cast<const char*>(std::memchr(line, '\n', end - line));
@@ -121,11 +122,15 @@ inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& s
       if (has_element(value, value_end, "close")) head.persists = false;
     } else if (is_word(line, colon, "content-type")) {
       head.events = begins_with(value, value_end, "text/event-stream");
+    } else if (is_word(line, colon, "content-encoding")) {
+      compressed = compressed || !is_word(value, value_end, "identity");
     }
     line = stop + 1;
   }
   if (has_length && coded) return Parsed::kWrong;  // request smuggling's oldest form
   if (head.status >= 400) head.events = false;     // an error, however it is announced
+  head.opaque = head.events && compressed;
+  if (head.opaque) head.events = false;
   if (head.status < 200 || head.status == 204 || head.status == 304) {
     head.delimiter = Delimiter::kNone;
     if (coded || head.length != 0) head.persists = false;  // a body may come all the same

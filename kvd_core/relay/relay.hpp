@@ -11,8 +11,9 @@
 // Nothing reaches the client before Python has seen how the answer begins: the head, with the first
 // event of a stream, or the whole of any other answer up to `hold` bytes. So an engine that dies
 // after its head, or whose first event says that it is overloaded, costs the client nothing: Python
-// drops the exchange and begins one with another engine. From `forward` on, bytes pass from socket
-// to socket: one receive, one send, with the frames between chunks made anew.
+// drops the exchange and begins one with another engine. A compressed stream, in which no event can
+// be found, is held until its first byte. From `forward` on, bytes pass from socket to socket: one
+// receive, one send, with the frames between chunks made anew.
 //
 // A client that does not read stops its engine: when kWindow bytes wait for the client, the relay
 // stops reading the engine's socket until the client has taken them. A client that ends its stream
@@ -623,9 +624,10 @@ class Relay {
     if (x.phase == ExchangePhase::kHolding) {
       x.held.append(data, n);
       const bool forwarded = x.client_fd != kNoSocket;  // else the first event is of no use
-      const bool event =
-          forwarded && x.head.events && first_event(x.held.data(), x.held.size()) != 0;
-      if (x.completes || event || x.held.size() >= x.hold) make_ready(id);
+      const bool begun =
+          forwarded && ((x.head.events && first_event(x.held.data(), x.held.size()) != 0) ||
+                        (x.head.opaque && !x.held.empty()));
+      if (x.completes || begun || x.held.size() >= x.hold) make_ready(id);
       return;
     }
     if (n != 0) {

@@ -174,6 +174,29 @@ def test_an_answer_is_heard_behind_which_the_engine_resets(turns: Turns) -> None
     relay.drop(exchange)
 
 
+def test_a_compressed_stream_is_forwarded_from_its_first_byte(turns: Turns) -> None:
+    """No event can be found in it, so nothing else would show that it has begun."""
+    relay = turns.relay
+    listener, engine = turns.engine()
+    ours, theirs = turns.client()
+    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
+    turns.until(lambda: relay.stats()["connected"] == 1)
+    stream = turns.accept(listener)
+    received(stream, b"{}")
+    stream.sendall(STREAM.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n"))
+    stream.sendall(b"2\r\n\x1f\x8b\r\n")
+    turns.until(lambda: relay.ready(exchange))
+    answer = relay.answer(exchange)
+    assert (answer.events, answer.whole, answer.held) == (False, False, b"\x1f\x8b")
+    relay.forward(exchange, b"", True)
+    assert theirs.recv(100) == b"2\r\n\x1f\x8b\r\n"
+    stream.sendall(b"1\r\n\x08\r\n0\r\n\r\n")
+    turns.until(lambda: relay.ended(exchange))
+    assert received(theirs, b"0\r\n\r\n") == b"1\r\n\x08\r\n0\r\n\r\n"
+    assert relay.ending(exchange).outcome is ExchangeOutcome.COMPLETE
+    relay.drop(exchange)
+
+
 @pytest.mark.parametrize(
     ("kind", "reset", "outcome"),
     [
