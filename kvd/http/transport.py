@@ -233,9 +233,8 @@ class Transport:
         return known, order, self.since
 
     def is_asked(self) -> bool:
-        """Returns whether a further request has come on a connection that was idle."""
-        idle = self.phase is ConnectionPhase.IDLE and self.trust is not ClientTrust.NEW
-        return idle and self._unread()
+        """Returns whether a request has come, the first one or a further one, and is not read."""
+        return self.phase is ConnectionPhase.IDLE and self._unread()
 
     def give_way(self) -> None:
         """Ends a connection for another one; a request that has just come is still served."""

@@ -44,6 +44,19 @@ def displaced(inner: InnerGateway, connection: Connection) -> None:
     inner.running.front._make_room()
 
 
+async def test_a_first_request_as_another_connection_comes() -> None:
+    """Its connection is the only one that could make room, and has asked nothing before."""
+    options = EngineOptions(events=False)
+    async with engines(options) as (engine,), inner_gateway(Wanted(engine.url)) as inner:
+        await inner.until_serving(engine.url)
+        async with await trio.open_tcp_stream(*inner.running.address) as stream:
+            await inner.running.until(connections_open=1)
+            os.write(stream.socket.fileno(), ASKED)  # the gateway does not run meanwhile
+            (connection,) = inner.running.front._running
+            displaced(inner, connection)
+            assert await answer(stream) == b"HTTP/1.1 200 OK"
+
+
 @pytest.mark.parametrize("end", [idle_for_long, displaced])
 async def test_a_request_at_the_last_instant(
     end: Callable[[InnerGateway, Connection], None],
