@@ -63,17 +63,18 @@ class RegistrationTarget(Protocol):
     def can_change(self, before: Any, after: Any) -> bool:
         """Returns whether an entry can be changed without being removed first."""
 
-    async def add(self, wanted: Any, *, over: bool = False) -> object:
+    async def add(self, wanted: Any, *, over: bool = False, known: object = None) -> object:
         """Registers an entry, or changes it in place if `over`; returns what stands for it.
 
-        Raises KvdError; then nothing has changed.
+        Raises KvdError, also if the entry to be changed is no longer what `known` stands for; then
+        nothing has changed.
         """
 
     def holds(self, wanted: Any, known: object) -> bool:
         """Returns whether the registration that `known` stands for is still there."""
 
-    async def remove(self, wanted: Any) -> None:
-        """Unregisters it; raises NotFound."""
+    async def remove(self, wanted: Any, known: object = None) -> None:
+        """Unregisters it; raises NotFound, also if it is no longer what `known` stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +225,15 @@ class FleetFileFollower:
             await self._add(name, wanted[name])
             if number % SLICE_ENTRIES == 0:
                 await trio.lowlevel.checkpoint()
-        for target in {self._targets[table] for table, _ in last}:
-            await target.can_serve()
+        left = {table for table, _ in last}
+        for table in left:
+            await self._targets[table].can_serve()
         for name in last:
             await self._remove(name)
+        # Some of the new ones may have failed for want of the room that these have left.
+        for name in [each for each in self._failed if each[0] in left]:
+            del self._failed[name]
+            await self._add(name, wanted[name])
         self.reads["applied"] += 1
         after = set(self._held)
         log.info(
@@ -256,12 +262,16 @@ class FleetFileFollower:
         held, target = self._held[name], self._targets[name[0]]
         if target.holds(held.wanted, held.known):  # a client may have removed it meanwhile
             with contextlib.suppress(NotFound):  # a client was faster
-                await target.remove(held.wanted)
+                await target.remove(held.wanted, held.known)
         del self._held[name]  # not before it is gone, or it would count as a client's
 
     async def _add(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> None:
+        held = self._held.get(name)
+        before = None if held is None else held.known
         try:
-            known = await self._targets[name[0]].add(entry.wanted, over=name in self._held)
+            known = await self._targets[name[0]].add(
+                entry.wanted, over=held is not None, known=before
+            )
         except Misdirected:
             self._elsewhere += 1
         except KvdError as error:

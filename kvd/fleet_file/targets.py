@@ -49,7 +49,7 @@ class IndexerTarget(_Target):
         self._registry = registry
 
     async def add(
-        self, wanted: indexer.RegisteredRank, *, over: bool = False
+        self, wanted: indexer.RegisteredRank, *, over: bool = False, known: object = None
     ) -> Registration | None:
         wanted.register(self._registry)
         return self._registry.find(wanted.key)
@@ -58,7 +58,7 @@ class IndexerTarget(_Target):
         found = self._registry.find(wanted.key)
         return found is known and found is not None and INDEXER in found.owners
 
-    async def remove(self, wanted: indexer.RegisteredRank) -> None:
+    async def remove(self, wanted: indexer.RegisteredRank, known: object = None) -> None:
         (model_name, tenant_id), instance_id, dp_rank = wanted.key
         await self._registry.unregister(instance_id, model_name, tenant_id, dp_rank)
 
@@ -68,7 +68,7 @@ class SlotTrackerTarget(_Target):
         self._slots = slots
 
     async def add(
-        self, wanted: slot_tracker.RegisteredWorker, *, over: bool = False
+        self, wanted: slot_tracker.RegisteredWorker, *, over: bool = False, known: object = None
     ) -> range | None:
         await self._slots.settled(wanted.key)
         self._slots.register(*wanted)
@@ -77,7 +77,7 @@ class SlotTrackerTarget(_Target):
     def holds(self, wanted: slot_tracker.RegisteredWorker, known: object) -> bool:
         return self._found(wanted) is known
 
-    async def remove(self, wanted: slot_tracker.RegisteredWorker) -> None:
+    async def remove(self, wanted: slot_tracker.RegisteredWorker, known: object = None) -> None:
         await self._slots.unregister(wanted.key, wanted.worker_id)
 
     def _found(self, wanted: slot_tracker.RegisteredWorker) -> range | None:
@@ -92,8 +92,8 @@ class SelectionTarget(_Target):
     def can_change(self, before: WorkerRecord, after: WorkerRecord) -> bool:
         return (before.key, before.block_size) == (after.key, after.block_size)
 
-    async def add(self, wanted: WorkerRecord, *, over: bool = False) -> WorkerRecord:
-        entry = await self._workers.put(wanted, new=not over)
+    async def add(self, wanted: WorkerRecord, *, over: bool = False, known: object = None) -> WorkerRecord:
+        entry = await self._workers.put(wanted, new=not over, only=known)
         if entry.reasons:
             log.warning("fleet_worker_incomplete", worker=wanted.worker_id, why=entry.reasons[0])
         return entry.record
@@ -102,8 +102,8 @@ class SelectionTarget(_Target):
         entry = self._workers.entries.get(wanted.worker_id)
         return entry is not None and entry.record is known
 
-    async def remove(self, wanted: WorkerRecord) -> None:
-        await self._workers.delete(wanted.worker_id)
+    async def remove(self, wanted: WorkerRecord, known: object = None) -> None:
+        await self._workers.delete(wanted.worker_id, known)
 
 
 class PolicyTarget(_Target):
@@ -112,13 +112,13 @@ class PolicyTarget(_Target):
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
 
-    async def add(self, wanted: TuningPolicy, *, over: bool = False) -> object:
+    async def add(self, wanted: TuningPolicy, *, over: bool = False, known: object = None) -> object:
         return self._tuning.set_ahead(wanted.key, wanted.policy.row)
 
     def holds(self, wanted: TuningPolicy, known: object) -> bool:
         return self._tuning.holds(wanted.key, wanted.policy.row)
 
-    async def remove(self, wanted: TuningPolicy) -> None:
+    async def remove(self, wanted: TuningPolicy, known: object = None) -> None:
         self._tuning.take_back(wanted.key, wanted.policy.row)
 
 
@@ -136,13 +136,13 @@ class UpstreamTarget(_Target):
         with trio.move_on_after(MEET_S):
             await self._upstreams.all_met()
 
-    async def add(self, wanted: Wanted, *, over: bool = False) -> object:
+    async def add(self, wanted: Wanted, *, over: bool = False, known: object = None) -> object:
         return self._upstreams.want(wanted, self._owner)
 
     def holds(self, wanted: Wanted, known: object) -> bool:
         return self._upstreams.holds(wanted, self._owner) is known
 
-    async def remove(self, wanted: Wanted) -> None:
+    async def remove(self, wanted: Wanted, known: object = None) -> None:
         self._upstreams.unwant(wanted, self._owner)
 
 
@@ -150,7 +150,7 @@ class ConductorTarget(_Target):
     def __init__(self, publishers: Publishers) -> None:
         self._publishers = publishers
 
-    async def add(self, wanted: Described, *, over: bool = False) -> Publisher | None:
+    async def add(self, wanted: Described, *, over: bool = False, known: object = None) -> Publisher | None:
         if self._publishers.find(wanted.key) is not None:
             raise Conflict(f"{wanted.key.triple} already registered")
         self._publishers.register(wanted)
@@ -159,7 +159,7 @@ class ConductorTarget(_Target):
     def holds(self, wanted: Described, known: object) -> bool:
         return self._publishers.find(wanted.key) is known
 
-    async def remove(self, wanted: Described) -> None:
+    async def remove(self, wanted: Described, known: object = None) -> None:
         await self._publishers.unregister(
             Narrowing(
                 wanted.tenant_id,
@@ -179,7 +179,7 @@ class ReplicaTarget(_Target):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
-    async def add(self, wanted: replica_sync.Peer, *, over: bool = False) -> Replica | None:
+    async def add(self, wanted: replica_sync.Peer, *, over: bool = False, known: object = None) -> Replica | None:
         if not self._replicas.register(*wanted):
             raise Conflict(f"{wanted.endpoint} already registered")
         return self._replicas.find(wanted.endpoint)
@@ -187,5 +187,5 @@ class ReplicaTarget(_Target):
     def holds(self, wanted: replica_sync.Peer, known: object) -> bool:
         return self._replicas.find(wanted.endpoint) is known
 
-    async def remove(self, wanted: replica_sync.Peer) -> None:
+    async def remove(self, wanted: replica_sync.Peer, known: object = None) -> None:
         await self._replicas.deregister(wanted.endpoint)

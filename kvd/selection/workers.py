@@ -75,17 +75,21 @@ class Workers:
         self._due: deque[int] = deque()  # blocked workers that are to be judged again
         registry.departures.subscribe(self._obstacle_gone)
 
-    async def put(self, record: WorkerRecord, *, new: bool = False) -> CatalogEntry:
-        """Replaces the record of a worker; with `new` a known worker is a Conflict.
+    async def put(
+        self, record: WorkerRecord, *, new: bool = False, only: object = None
+    ) -> CatalogEntry:
+        """Replaces the record of a worker.
 
-        Raises Conflict if a schedulable worker would become unschedulable, BadRequest on an address
-        that kvd may not connect to.
+        Raises Conflict if it is known although it should be `new`, if it has another record than
+        `only` (None: any), or if a schedulable worker would become unschedulable; BadRequest on an
+        address that kvd may not connect to.
         """
         self._admission.check_served(record)
         self._admission.check_addresses(record)
         async with self._changing:
             known = self.entries.get(record.worker_id)
-            if new and known is not None:
+            is_other = known is not None and only is not None and known.record is not only
+            if is_other or (new and known is not None):
                 raise Conflict(f"worker {record.worker_id} already registered")
             entry = self._admission.judged(record)
             if known is not None and not known.reasons and entry.reasons:
@@ -114,10 +118,15 @@ class Workers:
             self._changed()
             return entry
 
-    async def delete(self, worker_id: int) -> CatalogEntry:
-        """Removes a worker with its bookings and blocks; returns its last entry."""
+    async def delete(self, worker_id: int, only: object = None) -> CatalogEntry:
+        """Removes a worker with its bookings and blocks; returns its last entry.
+
+        Raises NotFound if it is unknown, or has another record than `only` (None: any).
+        """
         async with self._changing:
             known = self._entry(worker_id)
+            if only is not None and known.record is not only:
+                raise NotFound(f"worker {worker_id} has another record now")
             await self._replace(known, None)
             self._changed()
             return known

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -309,6 +310,30 @@ async def test_what_leaves_the_file_is_the_files_until_it_has_left(tmp_path: Pat
             await trio.lowlevel.checkpoint()
         assert faces.there()["selection"] and faces.fleet.held("selection", 2) is not None
     assert not faces.there()["selection"] and faces.fleet.held("selection", 2) is None
+
+
+@pytest.mark.parametrize("entries", [(), (worker(2, 2, "b"),)])
+async def test_what_a_client_registers_as_the_file_waits_is_the_clients(
+    entries: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The file's own registration is removed by a client meanwhile, and another one comes."""
+    faces = Faces(tmp_path)
+    await faces.read(worker(2, 2))
+    record = faces.workers.entries[2].record
+    changing = faces.workers._changing
+    async with trio.open_nursery() as nursery:
+        async with changing:
+            nursery.start_soon(faces.workers.delete, 2)
+            while not changing.statistics().tasks_waiting:
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(faces.workers.put, replace(record, taints=("client",)))
+            while changing.statistics().tasks_waiting != 2:
+                await trio.lowlevel.checkpoint()
+            nursery.start_soon(faces.read, *entries)
+            while changing.statistics().tasks_waiting != 3:
+                await trio.lowlevel.checkpoint()
+    assert faces.there()["selection"] == [(2, ("client",))]
+    assert faces.fleet.held("selection", 2) is None
 
 
 async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import httpx
+import pytest
 import trio
 
 from examples.engine.options import EngineOptions
@@ -274,3 +275,19 @@ async def test_an_entry_of_a_fleet_file_that_is_written_otherwise(tmp_path: Path
             path.write_text(f'[[upstream]]\nurl = "{url}"\n')
             await file.read()
             assert [one.url for one in inner.upstreams] == [url]
+
+
+async def test_engines_of_a_fleet_file_change_places_where_there_is_room_for_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former ones stay until the new ones can serve, and take up the room of some."""
+    monkeypatch.setattr("kvd.gateway.upstreams.MAX_UPSTREAMS", 3)
+    path = tmp_path / "fleet.toml"
+    async with inner_gateway() as inner:
+        targets = {"upstream": UpstreamTarget(inner.upstreams)}
+        file = FleetFileFollower(path, EgressPolicy(), targets)
+        for urls in (["http://a.test:1", "http://a.test:2"], ["http://b.test:1", "http://b.test:2"]):
+            path.write_text("".join(f'[[upstream]]\nurl = "{url}"\n' for url in urls))
+            await file.read()
+            assert [one.url for one in inner.upstreams] == urls
+            assert all(file.held(*entry) is not None for entry in file._entries)
