@@ -31,6 +31,7 @@ from kvd.gateway.stats import Decision, GatewayStats, PrefillPath
 from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
 from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.selection.phases import Phase
+from kvd_core.prompts.conversations import data_bytes
 from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
@@ -73,7 +74,7 @@ class Attempt:
     # How the last exchange ended that should have handed over the prompt and did not.
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
-    session: str | None = None  # decides where the prompt's tokens are not known
+    session: str | None = None  # decides where not all tokens of the prompt are known
 
     def release(self) -> None:
         """Frees what only another try would need: it may be most of a long answer's memory."""
@@ -217,6 +218,8 @@ class EngineChooser:
         tokens, asked, served = attempt.tokens, attempt.asked, attempt.served
         if tokens is None:
             size = 0 if asked.api is Api.FORM else len(attempt.body)  # a file is no prompt
+            if asked.media:
+                size -= data_bytes(attempt.body)
             pool.match(b"", b"", max(1, size // BYTES_PER_TOKEN))
         else:
             tokens.match(pool, served.adapter, asked.salt)

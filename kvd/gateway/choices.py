@@ -48,7 +48,7 @@ class Question(NamedTuple):
     lookup: PromptLookup  # matches the prompt against a pool
     reservation_id: str
     allowed: frozenset[int]  # workers that could serve it and have not been tried yet
-    session: str | None  # decides where the tokens are not known
+    session: str | None  # decides where not all tokens are known
     priority_jump: float = 0.0  # seconds that it counts as older while it waits
     expected_output_tokens: int | None = None
     phase: Phase | None = None  # of disaggregated serving; None: the whole request

@@ -196,7 +196,7 @@ class Forwarder:
             request.unless_left,
             bound=keeper,
         )
-        if tokens is None:
+        if tokens is None or asked.media:
             attempt.session = self._chains.session(asked, served, _tenant(request))
         return attempt
 

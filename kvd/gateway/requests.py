@@ -17,6 +17,7 @@ from kvd.gateway.errors import ErrorForm, GatewayError, Reason
 from kvd.gateway.multipart import field_of
 from kvd.http.messages import Headers
 from kvd_core.json.scan import BodyScanner
+from kvd_core.prompts.conversations import has_media
 
 # Longest session key that is kept as it is; a longer one is replaced by a digest.
 MAX_SESSION_BYTES = 256
@@ -89,6 +90,7 @@ CHAT_MEMBERS = (
 PROMPT_MEMBERS = ("prompt", "add_special_tokens")
 # Names of a conversation's parts in the other APIs.
 OTHER_MEMBERS = ("system", "instructions", "input")
+MEDIA_MEMBERS = ("messages", "input")  # those that may have images and sounds
 # Members with which an engine's /tokenize is known to return other tokens than it computes.
 TRUNCATES = "truncate_prompt_tokens"
 UNLISTED = ("documents", "reasoning_effort", TRUNCATES)
@@ -144,6 +146,7 @@ class ClientRequest(NamedTuple):
     expected_output_tokens: int | None = None
     priority: int = 0  # as the engine reads it
     priority_jump: float | None = None  # seconds by which the request asks to count as older
+    media: bool = False  # it has images or sounds, whose tokens do not say which they are
 
     @property
     def messages(self) -> bytes:
@@ -243,6 +246,7 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         _expected_output(members, hints),
         _priority(known.get(PRIORITY_HEADER, b""), members),
         _priority_jump(hints) if hints else None,
+        any(has_media(spans[name]) for name in MEDIA_MEMBERS if name in spans),
     )
 
 

@@ -7,6 +7,9 @@
     tokenize   an engine returns the tokens of the prompt or the messages
     none       session and load decide which engine serves
 
+The tokens of an image do not say which image it is, so two prompts with different images would
+count as one. Of a prompt with images or sounds only the beginning of text is known, from memory.
+
 Engines are asked in turn, each question with a deadline. kvd applies no chat templates: only the
 engine's own is always right. After a turn was served from memory its tokens are asked for in the
 background, so that the next turn is known up to the end of this one.
@@ -39,7 +42,7 @@ from kvd.gateway.stats import GatewayStats, TokenSource
 from kvd.gateway.upstreams import Served, Upstream
 from kvd.http.untasked import Untasked, in_task
 from kvd_core.json.scan import BodyScanner
-from kvd_core.prompts.conversations import Conversations, Recalled
+from kvd_core.prompts.conversations import Conversations, Recalled, data_bytes
 from kvd_core.selector.selector import Pool
 
 DEFAULT_TOKENIZE_S = 0.1  # time in which engines may return the tokens of a prompt
@@ -184,7 +187,7 @@ class Tokens:
     ) -> PromptTokens | None:
         """Returns the tokens of a request's prompt, None if no source has them in time."""
         found = self._recall(asked, served, basis)
-        if found is None:
+        if found is None and not asked.media:
             await in_task()
             found = await self._ask(asked, body, engines)
         self._stats.token_sources[TokenSource.NONE if found is None else found.source] += 1
@@ -201,7 +204,7 @@ class Tokens:
         engines: Sequence[Upstream],
     ) -> Later | None:
         """Remembers a prompt that the pool has just matched, or returns a turn to ask for later."""
-        if not remembers(asked):
+        if asked.media or not remembers(asked):
             return None
         if tokens.source is not TokenSource.MEMORY:
             self._remember(asked, served, basis, pool, tokens.count)
@@ -247,7 +250,10 @@ class Tokens:
         found = self.conversations.recall(context_of(asked, served, basis), asked.messages)
         if found is None:
             return None
-        return RecalledTokens(found, found.tokens + found.rest // BYTES_PER_TOKEN)
+        rest = found.rest
+        if asked.media:
+            rest -= data_bytes(asked.messages[-rest:])
+        return RecalledTokens(found, found.tokens + rest // BYTES_PER_TOKEN)
 
     def _remember(
         self, asked: ClientRequest, served: Served, basis: bytes, pool: Pool, count: int

@@ -34,6 +34,10 @@ cdef extern from "prompts/conversations.hpp" namespace "kvd::prompts" nogil:
         uint64_t forgotten()
         bool strand_of(string_view context, string_view messages, uint64_t& strand) except +
 
+cdef extern from "prompts/messages.hpp" namespace "kvd::prompts" nogil:
+    bool c_has_media "kvd::prompts::has_media"(const char* at, const char* end)
+    size_t c_data_bytes "kvd::prompts::data_bytes"(const char* at, const char* end)
+
 # The longest known beginning of a conversation: the local and the sequence hashes of its whole
 # blocks as native u64s, its tokens, and how many bytes of messages follow it.
 Recalled = namedtuple("Recalled", ("local_hashes", "sequence_hashes", "tokens", "rest"))
@@ -41,6 +45,18 @@ Recalled = namedtuple("Recalled", ("local_hashes", "sequence_hashes", "tokens", 
 
 cdef string_view viewed(bytes data):
     return string_view(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data))
+
+
+def has_media(bytes messages not None):
+    """Returns whether messages in JSON have images, sounds or other parts that are no text."""
+    cdef const char* at = PyBytes_AS_STRING(messages)
+    return c_has_media(at, at + PyBytes_GET_SIZE(messages))
+
+
+def data_bytes(bytes body not None):
+    """Returns how many bytes of a text in JSON are the data of images and sounds."""
+    cdef const char* at = PyBytes_AS_STRING(body)
+    return c_data_bytes(at, at + PyBytes_GET_SIZE(body))
 
 
 cdef class Conversations:

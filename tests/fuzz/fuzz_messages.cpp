@@ -72,6 +72,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     last = to;
     found.emplace_back(from, to);
   });
+  kvd::prompts::has_media(begin, end);
+  demand(kvd::prompts::data_bytes(begin, end) <= size);
   const std::string text(begin, size);
   if (is_array(text)) demand(found == plain(text));
   return 0;

@@ -93,3 +93,29 @@ async def test_a_count_of_tokens_caches_nothing() -> None:
         answered = await client.post("/v1/messages", body)
         assert source(answered) == "render"
         assert answered.headers["x-kvd-matched-tokens"] == "0"
+
+
+async def test_images_are_in_no_tokens() -> None:
+    """Only the turns before them are known, and the conversation stays where it is."""
+    image = {"url": "data:image/png;base64," + "a" * 100_000}
+    shown = {"role": "user", "content": [{"type": "image_url", "image_url": image}]}
+    said = [{"role": role, "content": TEXT} for role in ("user", "assistant")]
+    async with fleet(EngineOptions(events=False)) as (client, inner, _):
+
+        async def ask(*messages: object) -> tuple[str, ...]:
+            body = {"model": "demo", "max_tokens": 4, "messages": messages}
+            answered = await client.post("/v1/chat/completions", body)
+            names = "tokens", "decision", "prompt-tokens", "matched-tokens"
+            return tuple(answered.headers.get(f"x-kvd-{name}", "") for name in names)
+
+        assert await ask(shown) == ("none", "load", "", "")
+        assert inner.selections.choice_stats.lengths()[1] < 100  # its data is not counted
+        assert await ask(shown, *said) == ("none", "session", "", "")
+        asked = await ask(*said)
+        assert asked[:2] == ("tokenize", "predicted")
+        for _ in range(2):
+            source, decision, count, matched = await ask(*said, shown)
+            assert source == "memory"
+            assert int(asked[2]) < int(count) < int(asked[2]) + 100
+            assert int(matched) == int(asked[2]) // 16 * 16
+        assert decision == "session"

@@ -9,7 +9,13 @@ from random import Random
 import pytest
 
 from kvd_core.base.hashing import sequence_hashes
-from kvd_core.prompts.conversations import Conversations, Recalled, Strands
+from kvd_core.prompts.conversations import (
+    Conversations,
+    Recalled,
+    Strands,
+    data_bytes,
+    has_media,
+)
 
 ROOM = 1 << 20
 
@@ -121,3 +127,21 @@ def test_threads_make_room() -> None:
     assert strands.strand_of(b"", packed([2, "more"])) == begun[2]
     assert strands.strand_of(b"", packed([1, "more"])) != begun[1]  # it was forgotten
     assert Strands(0).strand_of(b"", packed([1])) == begun[1]  # depends on the text alone
+
+
+def test_parts_that_are_no_text_are_seen() -> None:
+    """Only by their names, which no text can contain, as its quotes are escaped."""
+    for name in ("image_url", "image", "input_audio", "audio_url", "video_url", "input_image"):
+        assert has_media(packed([{"role": "user", "content": [{"type": name, name: {"a": 1}}]}]))
+        said = f'{{"type": "{name}"}} image_url "image'
+        assert not has_media(packed([{"role": "user", "content": said}]))
+    for unfinished in (b"", b'"', b'[{"a":"\\"image_url\\"'):
+        assert not has_media(unfinished)
+
+
+def test_the_data_of_an_image_is_no_text() -> None:
+    data, text = "a" * 5000, "word " * 1000
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    assert data_bytes(packed([text, {"content": [{"type": "text", "text": text}]}])) == 0
+    assert data_bytes(packed([text, {"content": [image, image]}])) == 2 * (5000 + 22)
+    assert data_bytes(b'"' + data.encode()) == 5000
