@@ -35,6 +35,7 @@ from kvd_core.prompts.conversations import data_bytes
 from kvd_core.relay.relay import Answer, Ending
 from kvd_core.selector.selector import Pool, Prompt
 
+MAX_CHOICES = 3  # choices in a row of engines that have left by the time the choice is made
 # Stands in for a request, by API, once its answer is on its way: only the API is still needed.
 ANSWERED = {api: ClientRequest(api, None, False, {}) for api in Api}
 
@@ -134,29 +135,30 @@ class EngineChooser:
 
         Raises GatewayError, or OSError if the client leaves meanwhile.
         """
-        serving = self._upstreams.serving(attempt.served)
-        eligible = self._eligible(attempt, serving)
-        try:
-            way = self._way(attempt, eligible)
-            engines = eligible.pairs if way is PrefillPath.REMOTE else eligible.alone
-            if not engines:
-                if serving and not attempt.tried:
-                    text = "needs both a prefill engine and one that takes over from it"
-                    raise GatewayError(Reason.NO_UPSTREAM, f"{attempt.served.model} {text}")
-                return None
-            phase = Phase.BOTH if way is PrefillPath.REMOTE else None
-            allowed = eligible.alone_ids if engines is eligible.alone else worker_ids(engines)
-            question = self._question(attempt, engines, allowed, phase)
-            placement = await self._choices.choose(question)
-        except GatewayError:
-            raise
-        except KvdError as error:
-            raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
-        chosen = self._chosen(attempt, placement, question.reservation_id, way, eligible)
-        if chosen is None:
+        for _ in range(MAX_CHOICES):
+            serving = self._upstreams.serving(attempt.served)
+            eligible = self._eligible(attempt, serving)
+            try:
+                way = self._way(attempt, eligible)
+                engines = eligible.pairs if way is PrefillPath.REMOTE else eligible.alone
+                if not engines:
+                    if serving and not attempt.tried:
+                        text = "needs both a prefill engine and one that takes over from it"
+                        raise GatewayError(Reason.NO_UPSTREAM, f"{attempt.served.model} {text}")
+                    return None
+                phase = Phase.BOTH if way is PrefillPath.REMOTE else None
+                allowed = eligible.alone_ids if engines is eligible.alone else worker_ids(engines)
+                question = self._question(attempt, engines, allowed, phase)
+                placement = await self._choices.choose(question)
+            except GatewayError:
+                raise
+            except KvdError as error:
+                raise GatewayError(Reason.NO_UPSTREAM, str(error)) from None
+            chosen = self._chosen(attempt, placement, question.reservation_id, way, eligible)
+            if chosen is not None:
+                return chosen
             self._choices.free(question.reservation_id)
-            raise GatewayError(Reason.NO_UPSTREAM, "the chosen engine has just been removed")
-        return chosen
+        raise GatewayError(Reason.NO_UPSTREAM, "the chosen engine has just been removed")
 
     def _eligible(self, attempt: Attempt, serving: Sequence[Upstream]) -> EligibleEngines:
         if attempt.tried or attempt.bound is not None:
@@ -244,7 +246,9 @@ class EngineChooser:
         # Engines may have come and gone while the request was queued.
         upstream = self._upstreams.each.get(placement.worker_id)
         computing = self._upstreams.each.get(computes.worker_id)
-        if upstream is None or computing is None:
+        if upstream is None or upstream.facts is None:
+            return None
+        if computing is None or computing.facts is None:
             return None
         if way is PrefillPath.REMOTE and placement.prefill is None:
             if upstream not in eligible.alone:
