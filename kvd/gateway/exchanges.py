@@ -37,6 +37,18 @@ FAILURE_TEXTS = {
 }
 
 
+# Outcomes that show that an engine cannot be used now. Others may be due to the question, or to this
+# process.
+GONE = frozenset(
+    (
+        ExchangeOutcome.UNREACHABLE,
+        ExchangeOutcome.CONNECT_TIME,
+        ExchangeOutcome.NO_ANSWER,
+        ExchangeOutcome.BROKEN,
+    )
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
     """Time limits of an exchange, in seconds."""

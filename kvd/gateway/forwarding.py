@@ -272,6 +272,8 @@ class Forwarder:
     ) -> bool | None:
         """Sends the request to both chosen engines; returns None if others may be tried."""
         await in_task()
+        if prefill.upstream.engine is None or chosen.upstream.engine is None:
+            return None  # it has left meanwhile
         if _is_vllm(prefill):
             return await self._send_in_turn(request, attempt, chosen, prefill)
         body = meeting(attempt.asked, attempt.body, prefill)
@@ -312,7 +314,7 @@ class Forwarder:
         """Notes a failed prefill; passes its answer on if every engine would give the same."""
         if isinstance(result, Ending):
             self._note_not_begun(attempt, prefill.upstream, result)
-            cause = prefill.upstream.outcome_of(result).name.lower()
+            cause = prefill.upstream.outcome_of(result.outcome).name.lower()
         elif (refusal := refuses(result)) is not None:
             cause = refusal
         elif fault(result) is not None:
@@ -431,7 +433,7 @@ class Forwarder:
 
     def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
         """Notes an engine that has not answered; raises if no other engine may be tried."""
-        outcome = upstream.outcome_of(ending)
+        outcome = upstream.outcome_of(ending.outcome)
         if outcome is ExchangeOutcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
         if outcome not in NOT_BEGUN:

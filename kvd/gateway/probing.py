@@ -44,6 +44,10 @@ class NotAnEngine(Exception):
     """The probed server is no usable engine; the text is for the operator."""
 
 
+class Unanswered(NotAnEngine):
+    """A question has not been answered in time."""
+
+
 class EngineKind(StrEnum):
     """The kind of an engine."""
 
@@ -112,6 +116,7 @@ class Probe:
         self._engine = engine
         self._target = target
         self._key = key
+        self.faults: frozenset[str] = frozenset()  # paths answered with a fault that may pass
 
     async def ask(self) -> Facts:
         """Returns what the engine says; raises NotAnEngine or ExchangeFailed."""
@@ -252,8 +257,10 @@ class Probe:
         head = own_head(method, path, authority, len(body), self._key)
         with trio.move_on_after(PROBE_S):
             answer = await self._exchanges.ask(self._engine, head, body, PROBE_BYTES)
+            if answer.status >= 500 or answer.status == 429:
+                self.faults |= {path}
             return None if answer.status == 404 else answer
-        raise NotAnEngine(f"{path} has not answered within {PROBE_S:g} s")
+        raise Unanswered(f"{path} has not answered within {PROBE_S:g} s")
 
 
 def cache_configs(metrics: str) -> list[dict[str, int]]:

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from kvd.gateway.exchanges import ExchangeFailed, Exchanges
+from kvd.gateway.exchanges import GONE, ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.gateway.probing import EngineKind, Facts
 from kvd.gateway.requests import (
@@ -289,7 +289,8 @@ class Tokens:
             try:
                 return await self._ask_engine(asked, body, upstream)
             except ExchangeFailed as error:  # the next engine may answer
-                upstream.note_gone(str(error))
+                if upstream.outcome_of(error.outcome) in GONE:
+                    upstream.note_gone(str(error))
         return None
 
     async def _ask_engine(

@@ -30,7 +30,7 @@ from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
 from kvd.gateway.exchanges import CONNECT_S, ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
-from kvd.gateway.probing import EngineKind, Facts, ListedModel, NotAnEngine, Probe
+from kvd.gateway.probing import EngineKind, Facts, ListedModel, NotAnEngine, Probe, Unanswered
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
@@ -89,6 +89,8 @@ class Upstream:
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
     failures: int = 0  # failed health checks in a row
+    faults: frozenset[str] = frozenset()  # paths that it answers with a fault, as if it had none
+    doubts: int = 0  # times in a row that other paths were answered so
     asked_at: float = 0.0  # when it was last asked what it is, seconds of trio's clock
     ask_at: float = 0.0  # when it is to be asked next
     advice: str | None = None  # what to change so that kvd learns more of it, for operators
@@ -153,11 +155,15 @@ class Upstream:
         """Returns what is wrong with it; with TLS the tunnel knows more than the relay."""
         return why if self.tunnel is None else self.tunnel.problem or why
 
-    def outcome_of(self, ending: Ending) -> ExchangeOutcome:
+    def outcome_of(self, outcome: ExchangeOutcome) -> ExchangeOutcome:
         """Returns how an exchange with it went; with TLS the tunnel knows why none was answered."""
-        if self.tunnel is None or ending.outcome is not ExchangeOutcome.NO_ANSWER:
-            return ending.outcome
+        if self.tunnel is None or outcome is not ExchangeOutcome.NO_ANSWER:
+            return outcome
         return self.tunnel.unanswered
+
+    def lacks_room(self, error: ExchangeFailed) -> bool:
+        """Returns whether a question has failed for want of something in this process."""
+        return self.outcome_of(error.outcome) is ExchangeOutcome.NO_ROOM
 
 
 class Served(NamedTuple):
@@ -437,12 +443,28 @@ class Upstreams:
         assert upstream.engine is not None
         upstream.asked_at = trio.current_time()
         upstream.ask_at = upstream.asked_at + REFRESH_S
-        facts = await Probe(self._exchanges, upstream.engine, upstream.target, upstream.key).ask()
+        probe = Probe(self._exchanges, upstream.engine, upstream.target, upstream.key)
+        facts = await probe.ask()
+        if self._doubts(upstream, probe.faults):
+            assert upstream.facts is not None
+            return upstream.facts
         if upstream.advice != DISAGREE or upstream.state is not UpstreamState.SERVING:
             upstream.advice = facts.advice
         await self._register(upstream, facts)
         self._name()
         return facts
+
+    def _doubts(self, upstream: Upstream, faults: frozenset[str]) -> bool:
+        """Returns whether to keep what an engine has said before, as it has failed to say it now.
+
+        A path that is never answered well, or not MAX_FAILURES times in a row, counts as missing.
+        """
+        doubts = bool(faults - upstream.faults) and upstream.state is UpstreamState.SERVING
+        if doubts and upstream.doubts < MAX_FAILURES:
+            upstream.doubts += 1
+            return True
+        upstream.faults, upstream.doubts = faults, 0
+        return False
 
     async def _resolve(self, upstream: Upstream) -> None:
         address, *_ = await self._dialer.addresses(upstream.target.host)
@@ -471,18 +493,23 @@ class Upstreams:
         return tunnel
 
     async def _check(self, upstream: Upstream) -> None:
-        upstream.problem = await self._fault(upstream)
-        if upstream.problem is not None:
-            upstream.failures += 1
-            if upstream.failures >= MAX_FAILURES:
-                upstream.note_gone(upstream.problem)
-            return
-        upstream.failures = 0
-        if trio.current_time() >= upstream.ask_at:
+        problem = await self._fault(upstream)
+        if problem is None and trio.current_time() >= upstream.ask_at:
             try:
                 await self._ask(upstream)  # adapters come and go
+            except Unanswered as error:
+                problem, upstream.ask_at = str(error), upstream.asked_at
             except (NotAnEngine, ExchangeFailed, KvdError) as error:
-                upstream.note_gone(str(error))
+                if not (isinstance(error, ExchangeFailed) and upstream.lacks_room(error)):
+                    upstream.note_gone(str(error))
+                    return
+        upstream.problem = problem
+        if problem is None:
+            upstream.failures = 0
+            return
+        upstream.failures += 1
+        if upstream.failures >= MAX_FAILURES:
+            upstream.note_gone(problem)
 
     async def _fault(self, upstream: Upstream) -> str | None:
         """Asks an engine for its health, a cheap question; returns what is wrong, None if well."""
@@ -497,6 +524,8 @@ class Upstreams:
                 answer = await self._exchanges.ask(upstream.engine, head, b"", HEALTH_BYTES)
                 status = answer.status
         except ExchangeFailed as error:
+            if upstream.state is UpstreamState.SERVING and upstream.lacks_room(error):
+                return None  # this says nothing of the engine
             return upstream.fault_of(str(error))
         if not status:
             return f"{path} has not answered within {HEALTH_TIMEOUT_S:g} s"

@@ -1,0 +1,192 @@
+"""An engine is out only if it is: neither a slow or failed answer about itself makes it so, nor what
+fails in the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from examples.engine.options import EngineOptions
+from kvd.gateway.choices import Placement, Question
+from kvd.gateway.dns_names import Wanted
+from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.probing import EngineKind
+from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Upstream, UpstreamState
+from tests.support.gateways import CHAT, engines
+from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.zmtp_fakes import until
+
+LABELS = 'block_size="32",num_gpu_blocks="100"'
+VLLM: dict[str, object] = {
+    "/health": {},
+    "/version": {"version": "0.33.0"},
+    "/v1/models": {"data": [{"id": "demo"}]},
+    "/metrics": "vllm:cache_config_info{%s} 1\n" % LABELS,
+}
+BODY = b'{"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "%b"}]}'
+
+
+class Answering:
+    """An engine whose answers about itself a test changes: by path, 404 for others."""
+
+    def __init__(self) -> None:
+        self.said = dict(VLLM)
+        self.failing: set[str] = set()  # paths answered with 503
+        self.silent: set[str] = set()  # paths that are not answered
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        async with stream:
+            data = b""
+            while piece := await stream.receive_some():
+                data += bytes(piece)
+                head, end, _ = data.partition(b"\r\n\r\n")
+                if not end:
+                    continue
+                data = b""
+                path = head.split(b" ")[1].decode()
+                if path in self.silent:
+                    await trio.sleep_forever()
+                said = self.said.get(path)
+                status = 503 if path in self.failing else 200 if path in self.said else 404
+                body = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+                body = body if status == 200 else b""
+                line = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+                await stream.send_all(line + body)
+
+
+@asynccontextmanager
+async def watched() -> AsyncIterator[tuple[Answering, Upstream]]:
+    """Yields an engine, and what the gateway in front of it knows of it."""
+    engine = Answering()
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, engine.serve, listeners)
+        url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        async with inner_gateway(Wanted(url)) as inner:
+            await inner.until_serving(url)
+            (upstream,) = inner.upstreams
+            yield engine, upstream
+        nursery.cancel_scope.cancel()
+
+
+async def ask(upstream: Upstream) -> None:
+    """Has an engine asked what it is, and waits until it was."""
+    before = upstream.asked_at
+    upstream.ask_at = before
+    upstream.failed.set()
+    await until(lambda: upstream.asked_at != before and upstream.ask_at > upstream.asked_at)
+    await until(lambda: upstream.failed.statistics().tasks_waiting)
+
+
+@pytest.mark.parametrize("path", ["/version", "/metrics"])
+async def test_what_an_engine_cannot_say_for_a_while_is_as_before(path: str) -> None:
+    async with watched() as (engine, upstream):
+        before = upstream.facts
+        assert before is not None
+        assert (before.kind, before.block_size) == (EngineKind.VLLM, 32)
+        engine.failing = {path}
+        for _ in range(MAX_FAILURES):
+            await ask(upstream)
+            assert upstream.facts is before
+        engine.failing.clear()
+        await ask(upstream)
+        assert upstream.facts == before
+        engine.failing = {path}
+        for _ in range(MAX_FAILURES + 1):
+            await ask(upstream)
+        assert upstream.facts.block_size == 16
+        engine.said["/v1/models"] = {"data": [{"id": "demo"}, {"id": "new", "parent": "demo"}]}
+        await ask(upstream)  # what it never says does not keep the rest from being believed
+        assert upstream.facts.names == ["demo", "new"]
+        assert upstream.state is UpstreamState.SERVING
+
+
+async def test_an_engine_too_busy_to_say_what_it_is_has_as_long_as_for_its_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with watched() as (engine, upstream):
+        monkeypatch.setattr("kvd.gateway.probing.PROBE_S", 0.01)
+        monkeypatch.setattr("kvd.gateway.upstreams.HEALTH_S", 0.01)
+        engine.silent = {"/version"}
+        upstream.ask_at = 0.0
+        upstream.failed.set()
+        await until(lambda: upstream.failures == MAX_FAILURES - 1)
+        assert upstream.state is UpstreamState.SERVING
+        assert upstream.problem == "/version has not answered within 0.01 s"
+        await until(lambda: upstream.state is UpstreamState.OUT)
+        engine.silent.clear()
+        await until(lambda: upstream.state is UpstreamState.SERVING)
+
+
+async def test_no_engine_is_out_for_want_of_a_descriptor() -> None:
+    options, limits = EngineOptions(events=False), RelayLimits(idle_s=0.0)
+    async with (
+        engines(options) as (engine,),
+        inner_gateway(Wanted(engine.url), limits=limits) as inner,
+    ):
+        await inner.until_serving(engine.url)
+        (upstream,) = inner.upstreams
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            for _ in range(MAX_FAILURES):
+                await inner.upstreams._check(upstream)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (upstream.state, upstream.problem) == (UpstreamState.SERVING, None)
+
+
+async def test_no_engine_is_out_for_a_prompt_of_too_many_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.gateway.tokens.TOKENS_BYTES", 10)
+    options = EngineOptions(events=False)
+    async with engines(options) as (engine,), inner_gateway(Wanted(engine.url)) as inner:
+        await inner.until_serving(engine.url)
+        async with inner.running.client() as client:
+            reply = await client.request("POST", CHAT, BODY % (b"word " * 40_000))
+        assert reply.status == 200
+        assert reply.headers["x-kvd-tokens"] == "none"
+        assert inner.serving() == {engine.url}
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_an_engine_that_leaves_as_it_is_chosen_costs_nothing(returns: bool) -> None:
+    """It may also be wanted again at once, and has not said yet what it is."""
+    options = EngineOptions(events=False), EngineOptions(events=False)
+    async with (
+        engines(*options) as running,
+        inner_gateway(*(Wanted(each.url) for each in running)) as inner,
+        inner.running.client() as client,
+    ):
+        await inner.until_serving(*(each.url for each in running))
+        left = await leaving(inner, returns)
+        reply = await client.request("POST", CHAT, BODY % b"a")
+        (url,) = left
+        assert reply.status == 200, reply.body
+        assert reply.headers["x-kvd-endpoint"] in {each.url for each in running} - {url}
+        assert not inner.selections.reservations.live
+
+
+async def leaving(inner: InnerGateway, returns: bool) -> list[str]:
+    """Has the next engine leave that is chosen; returns the list that its URL will be in."""
+    choose, left = inner.choices.choose, list[str]()
+
+    async def chosen(question: Question) -> Placement:
+        placement = await choose(question)
+        if not left:
+            url = inner.upstreams.each[placement.worker_id].url
+            left.append(url)
+            inner.upstreams.unwant(Wanted(url), SETTINGS)
+            if returns:
+                inner.upstreams.want(Wanted(url), SETTINGS)
+        return placement
+
+    inner.choices.choose = chosen  # type: ignore[method-assign]
+    return left
