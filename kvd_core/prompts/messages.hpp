@@ -75,7 +75,7 @@ bool any_string(const char* at, const char* end, Text text) {
 // Whether messages have parts that are no text, by the names that APIs have for such parts.
 inline bool has_media(const char* at, const char* end) {
   static constexpr std::string_view kNames[] = {
-      "image",     "image_url",    "image_embeds", "image_pil",  "input_image", "input_file",
+      "image",     "image_url",    "image_embeds", "image_pil", "input_image", "input_file",
       "audio_url", "audio_embeds", "input_audio",  "video_url", "document"};
   return any_string(at, end, [](const char* begin, const char* close) {
     const std::string_view text(begin, static_cast<size_t>(close - begin));

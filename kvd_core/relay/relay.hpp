@@ -648,7 +648,7 @@ class Relay {
 
   void on_engine_gone(ExchangeId id, bool is_reset) {
     Exchange& x = at(id);
-    const bool silent = x.phase <= ExchangePhase::kHead && x.received.empty();
+    const bool silent = x.phase <= ExchangePhase::kHead && x.received.empty() && x.interim == 0;
     if (silent && x.was_kept && x.era == engines_[x.engine].era) {
       ++stats.sent_again;
       close_engine(x);

@@ -156,6 +156,26 @@ def test_a_request_is_sent_again_to_no_other_engine(turns: Turns) -> None:
     relay.drop(exchange)
 
 
+def test_a_request_that_its_engine_has_begun_is_not_sent_again(turns: Turns) -> None:
+    """A kept connection ends behind an interim head: it had not ended before the request came."""
+    relay = turns.relay
+    listener, engine = turns.engine()
+    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    stream = turns.accept(listener)
+    stream.sendall(OK)
+    turns.until(lambda: relay.ready(exchange))
+    relay.drop(exchange)
+    received(stream, b"{}")
+    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    received(stream, b"{}")
+    stream.sendall(b"HTTP/1.1 102 Processing\r\n\r\n")
+    stream.close()
+    turns.until(lambda: relay.ended(exchange))
+    assert relay.ending(exchange).outcome is ExchangeOutcome.BROKEN
+    assert relay.stats()["sent_again"] == 0
+    relay.drop(exchange)
+
+
 def test_an_answer_is_heard_behind_which_the_engine_resets(turns: Turns) -> None:
     """An engine that refuses a long body closes without reading it, so that sending fails."""
     relay = turns.relay
