@@ -92,7 +92,9 @@ class SelectionTarget(_Target):
     def can_change(self, before: WorkerRecord, after: WorkerRecord) -> bool:
         return (before.key, before.block_size) == (after.key, after.block_size)
 
-    async def add(self, wanted: WorkerRecord, *, over: bool = False, known: object = None) -> WorkerRecord:
+    async def add(
+        self, wanted: WorkerRecord, *, over: bool = False, known: object = None
+    ) -> WorkerRecord:
         entry = await self._workers.put(wanted, new=not over, only=known)
         if entry.reasons:
             log.warning("fleet_worker_incomplete", worker=wanted.worker_id, why=entry.reasons[0])
@@ -112,7 +114,9 @@ class PolicyTarget(_Target):
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
 
-    async def add(self, wanted: TuningPolicy, *, over: bool = False, known: object = None) -> object:
+    async def add(
+        self, wanted: TuningPolicy, *, over: bool = False, known: object = None
+    ) -> object:
         return self._tuning.set_ahead(wanted.key, wanted.policy.row)
 
     def holds(self, wanted: TuningPolicy, known: object) -> bool:
@@ -150,7 +154,9 @@ class ConductorTarget(_Target):
     def __init__(self, publishers: Publishers) -> None:
         self._publishers = publishers
 
-    async def add(self, wanted: Described, *, over: bool = False, known: object = None) -> Publisher | None:
+    async def add(
+        self, wanted: Described, *, over: bool = False, known: object = None
+    ) -> Publisher | None:
         if self._publishers.find(wanted.key) is not None:
             raise Conflict(f"{wanted.key.triple} already registered")
         self._publishers.register(wanted)
@@ -179,7 +185,9 @@ class ReplicaTarget(_Target):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
-    async def add(self, wanted: replica_sync.Peer, *, over: bool = False, known: object = None) -> Replica | None:
+    async def add(
+        self, wanted: replica_sync.Peer, *, over: bool = False, known: object = None
+    ) -> Replica | None:
         if not self._replicas.register(*wanted):
             raise Conflict(f"{wanted.endpoint} already registered")
         return self._replicas.find(wanted.endpoint)

@@ -37,8 +37,8 @@ FAILURE_TEXTS = {
 }
 
 
-# Outcomes that show that an engine cannot be used now. Others may be due to the question, or to this
-# process.
+# Outcomes that show that an engine cannot be used now. Others may be due to the question, or to
+# this process.
 GONE = frozenset(
     (
         ExchangeOutcome.UNREACHABLE,

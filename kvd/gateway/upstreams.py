@@ -38,7 +38,7 @@ from kvd.net.dialing import Dialer, Unreachable
 from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_upstream
-from kvd_core.relay.relay import Ending, ExchangeOutcome
+from kvd_core.relay.relay import ExchangeOutcome
 
 HEALTH_S = 5.0  # pause between two health checks of an engine
 # Pause before the second try to reach an engine that is out; each next one is twice as long.

@@ -321,17 +321,16 @@ async def test_what_a_client_registers_as_the_file_waits_is_the_clients(
     await faces.read(worker(2, 2))
     record = faces.workers.entries[2].record
     changing = faces.workers._changing
-    async with trio.open_nursery() as nursery:
-        async with changing:
-            nursery.start_soon(faces.workers.delete, 2)
-            while not changing.statistics().tasks_waiting:
-                await trio.lowlevel.checkpoint()
-            nursery.start_soon(faces.workers.put, replace(record, taints=("client",)))
-            while changing.statistics().tasks_waiting != 2:
-                await trio.lowlevel.checkpoint()
-            nursery.start_soon(faces.read, *entries)
-            while changing.statistics().tasks_waiting != 3:
-                await trio.lowlevel.checkpoint()
+    async with trio.open_nursery() as nursery, changing:
+        nursery.start_soon(faces.workers.delete, 2)
+        while not changing.statistics().tasks_waiting:
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(faces.workers.put, replace(record, taints=("client",)))
+        while changing.statistics().tasks_waiting != 2:
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(faces.read, *entries)
+        while changing.statistics().tasks_waiting != 3:
+            await trio.lowlevel.checkpoint()
     assert faces.there()["selection"] == [(2, ("client",))]
     assert faces.fleet.held("selection", 2) is None
 

@@ -286,7 +286,10 @@ async def test_engines_of_a_fleet_file_change_places_where_there_is_room_for_few
     async with inner_gateway() as inner:
         targets = {"upstream": UpstreamTarget(inner.upstreams)}
         file = FleetFileFollower(path, EgressPolicy(), targets)
-        for urls in (["http://a.test:1", "http://a.test:2"], ["http://b.test:1", "http://b.test:2"]):
+        for urls in (
+            ["http://a.test:1", "http://a.test:2"],
+            ["http://b.test:1", "http://b.test:2"],
+        ):
             path.write_text("".join(f'[[upstream]]\nurl = "{url}"\n' for url in urls))
             await file.read()
             assert [one.url for one in inner.upstreams] == urls

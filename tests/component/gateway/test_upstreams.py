@@ -1,6 +1,4 @@
-"""An engine is out only if it is: neither a slow or failed answer about itself makes it so, nor what
-fails in the gateway.
-"""
+"""What the gateway knows of an engine changes with its answers, not with passing faults."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from tests.support.gateways import CHAT, engines
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.zmtp_fakes import until
 
-LABELS = 'block_size="32",num_gpu_blocks="100"'
 VLLM: dict[str, object] = {
     "/health": {},
     "/version": {"version": "0.33.0"},
     "/v1/models": {"data": [{"id": "demo"}]},
-    "/metrics": "vllm:cache_config_info{%s} 1\n" % LABELS,
+    "/metrics": 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1\n',
 }
 BODY = b'{"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "%b"}]}'
 
