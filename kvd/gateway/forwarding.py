@@ -457,6 +457,7 @@ class Forwarder:
 
         The client of a stream that broke off is sent an event that says so.
         """
+        request.sent_bytes = ending.forwarded
         if ending.outcome is ExchangeOutcome.COMPLETE:
             self._stats.ended[Ended.COMPLETE] += 1
             self._note_cached(attempt, chosen, ending.tail)
@@ -524,7 +525,7 @@ class Forwarder:
             id_headers(attempt.asked.api.errors, attempt.request_id)
         )
         head, _, persists = request.answer_head(engine_head.status, lines, len(body))
-        await request.send_piece(head + body, chunked=False)
+        await request.send_piece(body, chunked=False, head=head)
         self._stats.ended[Ended.COMPLETE] += 1
         return persists
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import trio
 
-from kvd.http.errors import INTERNAL_ERROR, Refusal
+from kvd.http.errors import INTERNAL_ERROR, TOO_SLOW, Refusal
 from kvd.http.head import Head
 from kvd.http.messages import Headers
 from kvd.http.table import Found
@@ -81,7 +81,7 @@ class AsgiExchange:
         if self.writer.status:
             raise ConnectionAbortedError("the application broke off its response")
         if self._scope.cancelled_caught:
-            raise Refusal(503, "the request took too long")
+            raise Refusal(503, TOO_SLOW)
         raise Refusal(500, INTERNAL_ERROR)
 
     def _extend(self) -> None:

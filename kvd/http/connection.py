@@ -23,7 +23,7 @@ from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.context import ServerContext
-from kvd.http.errors import Refusal
+from kvd.http.errors import TOO_SLOW, Refusal
 from kvd.http.fast_path import FastPath, Handoff, PlainRequest
 from kvd.http.head import HEAD_END, Head, HeadParser
 from kvd.http.messages import Headers, Request, Response
@@ -66,7 +66,7 @@ class ListenerContext:
         self.app = app
         self.context = context
         self.failures = context.failures
-        self._too_long = self.failures.response(503, "the request took too long")
+        self._too_long = self.failures.response(503, TOO_SLOW)
         self.fast_path = FastPath(
             table.plain(),
             table.plain_patterns(),
@@ -117,7 +117,24 @@ class ListenerContext:
         if self.observe is not None:
             self.observe(route.path, method, status, seconds)
         if self.access.enabled:
-            self.access.note(method, route.path, status, seconds, 0, request.headers)
+            size = request.sent_bytes
+            self.access.note(method, route.path, status, seconds, size, request.headers)
+
+    def note_page(self, head: Head, status: int) -> bytes:
+        """Counts and logs a preflight request; returns header lines for its answer."""
+        path = self.table.label(head.path)
+        if self.observe is not None and path is not None:
+            self.observe(path, head.method, status, 0.0)
+        if not self.access.enabled:
+            return b""
+        return rendered(self.access.note(head.method, path, status, 0.0, 0, head.headers))
+
+    def note_left(self, head: Head, route: Route, seconds: float) -> None:
+        """Counts and logs, with status 0, a request whose client left before its answer."""
+        if self.observe is not None:
+            self.observe(route.path, head.method, 0, seconds)
+        if self.access.enabled:
+            self.access.note(head.method, route.path, 0, seconds, 0, head.headers)
 
     def _request(self, head: Head, found: Found, body: bytes, checks_host: bool) -> Request:
         route, captured = found
@@ -420,6 +437,7 @@ class Connection(Transport):
         assert isinstance(response.body, bytes)
         persists = not head.length and persists_after(response.status, head, self.shared)
         lines = connection_lines(head, self.shared, persists)
+        lines += self._listener.note_page(head, response.status)
         await self.send(whole_response(response, response.body, lines, silent=False))
         return persists
 
@@ -476,6 +494,7 @@ class Connection(Transport):
         """
         self.enter(ConnectionPhase.WORKING)
         data, persists, undo = b"", False, None
+        started = perf_counter()
         self.shared.stats.connections_waiting += 1
         try:
             async with trio.open_nursery() as nursery:
@@ -493,6 +512,7 @@ class Connection(Transport):
         finally:
             self.shared.stats.connections_waiting -= 1
         if not data:
+            self._listener.note_left(head, found.route, perf_counter() - started)
             raise ConnectionResetError(_LEFT)
         await self._deliver(data, undo)
         return persists
@@ -521,7 +541,7 @@ class Connection(Transport):
         """Raises Refusal if the request is not allowed, before any of its body is kept."""
         refusal = self._listener.context.authorizer.refusal(head.headers, route, self.checks_host)
         if refusal is not None:
-            self._listener.context.note_refused(head.method, route, refusal, head.headers)
+            self._listener.context.note_refused(head, route, refusal)
             raise refusal
         self.note_granted(Scope.ANY if route is None else route.scope)
 
@@ -531,7 +551,7 @@ class Connection(Transport):
                 raise Refusal(415, "the body must not be compressed", _UNENCODED)
             return await read_body(self, head, route.body_limit)
         except Refusal as refusal:
-            self._listener.context.note_refused(head.method, route, refusal, head.headers)
+            self._listener.context.note_refused(head, route, refusal)
             raise
 
     async def _serve_app(self, head: Head, found: Found | None, body: bytes) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvd.http.access import AccessLog
 from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.errors import PLAIN, Failures, Refusal
-from kvd.http.messages import Headers
+from kvd.http.head import Head
 from kvd.http.routes import Observer, Route
 
 
@@ -25,13 +25,15 @@ class ServerContext:
     access: AccessLog = field(default_factory=AccessLog)
     for_pages: bool = False  # pages of other origins may read answers (http/pages.py)
 
-    def note_refused(
-        self, method: str, route: Route | None, refusal: Refusal, headers: Headers
-    ) -> None:
+    def note_refused(self, head: Head, route: Route | None, refusal: Refusal) -> None:
         """Reports a request refused before its handler runs, and adds headers to the refusal."""
+        method, status = head.method, refusal.status
         if self.observe is not None and route is not None:
-            self.observe(route.path, method, refusal.status, 0.0)
+            self.observe(route.path, method, status, 0.0)
         if self.access.enabled:
             path = None if route is None else route.path
-            echo = self.access.note(method, path, refusal.status, 0.0, 0, headers)
+            refusal.path, refusal.asked = head.path, head.headers
+            body = self.failures.refused(refusal).body
+            assert isinstance(body, bytes)
+            echo = self.access.note(method, path, status, 0.0, len(body), head.headers)
             refusal.headers = [*refusal.headers, *echo]

@@ -18,6 +18,7 @@ from kvd.http.messages import Form, Headers, Response, content_type
 from kvd.index.served_models import EVERYTHING, ServedModels
 
 INTERNAL_ERROR = "internal error"  # all a client learns about a bug; the log has the traceback
+TOO_SLOW = "the request took too long"  # of a handler that has not begun its answer in time
 
 
 class Refusal(Exception):

@@ -15,6 +15,7 @@ from hypercorn.typing import ASGISendEvent, ConnectionState, HTTPScope
 from kvd.http.access import echoed
 from kvd.http.asgi import FOUND, AsgiApp, Receive, Send
 from kvd.http.context import ServerContext
+from kvd.http.errors import TOO_SLOW
 from kvd.http.messages import Headers, Response
 from kvd.http.routes import ConcurrencyLimit
 from kvd.http.table import Found, RouteTable
@@ -93,15 +94,21 @@ def _observed(
     finally:
         if not status:
             answered(503)  # the server answers instead of the application
+            size = len(_body(context.failures.response(503, TOO_SLOW)))
         if logs:
             access.note(scope["method"], path, status, perf_counter() - started, size, headers)
 
 
 async def _send_whole(send: Send, response: Response) -> None:
-    assert isinstance(response.body, bytes)
+    body = _body(response)
     headers: Headers = [
         (b"content-type", response.content_type),
-        (b"content-length", b"%d" % len(response.body)),
+        (b"content-length", b"%d" % len(body)),
     ]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body, "more_body": False})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _body(response: Response) -> bytes:
+    assert isinstance(response.body, bytes)
+    return response.body

@@ -40,8 +40,8 @@ _ANSWERED = Head()  # in place of every head that is not needed any more
 class RelayedRequest:
     """One request, read whole, and the client that waits for its answer."""
 
-    __slots__ = ("_head", "_transport", "body", "headers", "is_checked", "method", "status",
-                 "target")  # fmt: skip
+    __slots__ = ("_head", "_transport", "body", "headers", "is_checked", "method", "sent_bytes",
+                 "status", "target")  # fmt: skip
 
     def __init__(self, transport: Transport, head: Head, body: bytes, *, is_checked: bool) -> None:
         """Takes a request; `is_checked`: its client has sent one of this server's tokens."""
@@ -51,6 +51,7 @@ class RelayedRequest:
         self.headers = head.headers
         self.body = body
         self.status = 0  # of the answer; 0: none has begun
+        self.sent_bytes = 0  # of the answer's body; a borrower's count is added at its end
         self._head = head
         self._transport = transport
 
@@ -65,7 +66,7 @@ class RelayedRequest:
         assert isinstance(response.body, bytes)
         await in_task()
         shared = self._transport.shared
-        self.status = response.status
+        self.status, self.sent_bytes = response.status, len(response.body)
         persists = persists_after(response.status, self._head, shared)
         lines = connection_lines(self._head, shared, persists)
         await self._transport.send(whole_response(response, response.body, lines, silent=False))
@@ -87,10 +88,14 @@ class RelayedRequest:
         head = framed_head(status, start_lines(status, b"") + own, length, lines)
         return head, chunked, persists
 
-    async def send_piece(self, data: bytes, *, chunked: bool) -> None:
-        """Sends the last piece of a body, after what a borrower has sent of it."""
+    async def send_piece(self, data: bytes, *, chunked: bool, head: bytes = b"") -> None:
+        """Sends the last piece of a body, after what a borrower has sent of it, or all of it.
+
+        `head` is sent before the piece.
+        """
         await in_task()
-        await self._transport.send(chunk(data) if chunked else data)
+        self.sent_bytes += len(data)
+        await self._transport.send(head + (chunk(data) if chunked else data))
 
     async def send_end(self, *, chunked: bool) -> None:
         """Ends an answer of which a borrower has sent everything but the end."""

@@ -162,6 +162,41 @@ async def test_pages_of_allowed_origins_may_ask(kvd_process: Start, keys: tuple[
         assert "access-control-allow-origin" not in refused.headers
 
 
+async def test_each_request_is_a_line_with_the_length_of_its_answer(kvd_process: Start) -> None:
+    servers: list[Server] = []
+
+    def start(*flags: str, face: str) -> Server:
+        servers.append(kvd_process(*flags, face=face))
+        return servers[-1]
+
+    flags = ("--access-log", "--log-format", "json", "--allowed-origins", PAGE)
+    async with serving(start, EngineOptions(model="demo"), flags=flags) as (client, running):
+        asks = {"origin": PAGE, "access-control-request-method": "POST"}
+        done = [
+            await send(client, "POST", CHAT, json=ASKED, headers={"x-request-id": "whole"}),
+            await send(
+                client, "POST", CHAT, json=ASKED | {"stream": True}, headers={"x-request-id": "sse"}
+            ),
+            await send(client, "POST", CHAT, content=b"{", headers={"x-request-id": "no-json"}),
+            await send(
+                client, "POST", CHAT, headers={"x-request-id": "page", "origin": "http://evil"}
+            ),
+            await send(client, "OPTIONS", CHAT, headers=asks | {"x-request-id": "preflight"}),
+        ]
+        running[0].end()
+        done.append(
+            await send(client, "POST", CHAT, json=ASKED, headers={"x-request-id": "refused"})
+        )
+    assert [each.status for each in done] == [200, 200, 400, 403, 204, 502]
+    rows = [json.loads(line) for line in servers[0].stderr.splitlines()]
+    found = {row["request_id"]: row for row in rows if "request_id" in row}
+    for answered in done:
+        row = found.pop(answered.headers["x-request-id"])
+        assert (row["path"], row["status"]) == (CHAT, answered.status)
+        assert row["bytes"] == len(answered.body)
+    assert not found
+
+
 async def test_the_model_of_a_form(kvd_process: Start) -> None:
     path = "/v1/audio/transcriptions"
     sound = {"file": ("a.wav", b"RIFF" + bytes(200_000) + b"--\r\n\r\nmodel", "audio/wav")}

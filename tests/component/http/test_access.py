@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvd.http.access import AccessLog, echoed, rendered
 from tests.support.loglines import logged
-from tests.support.serving import ECHO_LIMIT, Client, serving
+from tests.support.serving import ECHO_LIMIT, SOON, Client, serving
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -96,14 +96,35 @@ async def test_a_refused_body_is_a_line(lines: Lines) -> None:
         for path in ("/echo", "/app/echo"):
             async with running.client() as client:
                 body = b"x" * (ECHO_LIMIT + 1)
-                assert (await client.request("POST", path, body)).status == 413
+                refused = await client.request("POST", path, body)
+                assert refused.status == 413
             assert lines()[-1] == {
                 "face": "test",
                 "method": "POST",
                 "path": path,
                 "status": 413,
-                "bytes": 0,
+                "bytes": len(refused.body),
             }
+
+
+async def test_a_handler_that_takes_too_long_is_a_line(lines: Lines) -> None:
+    async with serving(handler_s=SOON, access=turned_on()) as running:
+        for path in ("/waiting", "/slow"):
+            async with running.client() as client:
+                late = await client.request("GET", f"{path}?60000")
+                assert late.status == 503
+            (row,) = (row for row in lines() if row["path"] == path)
+            assert (row["status"], row["bytes"]) == (503, len(late.body))
+
+
+async def test_a_client_that_leaves_before_its_answer_is_a_line(lines: Lines) -> None:
+    async with serving(access=turned_on()) as running:
+        async with running.client() as client:
+            await client.send(b"GET /waiting?60000 HTTP/1.1\r\nhost: kvd\r\n\r\n")
+            await running.until(connections_waiting=1)
+        await running.until_empty()
+    (row,) = lines()
+    assert (row["path"], row["status"], row["bytes"]) == ("/waiting", 0, 0)
 
 
 async def test_without_it_there_is_no_line_and_no_id(lines: Lines) -> None:
