@@ -252,7 +252,7 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         tiers = ", ".join(f"{tier} {count:,}" for tier, count in index["tiers"].items())
         yield (
             f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
-            f"{_mib(index['bytes'])}; by rank and tier: {tiers or 'none'}"
+            f"{_mib(index['bytes'])}; by rank and tier: {tiers}"
         )
         if index["max_blocks"] or index["refused_blocks"]:
             limit = f"{index['max_blocks']:,} blocks" if index["max_blocks"] else "none"

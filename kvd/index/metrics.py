@@ -12,6 +12,7 @@ from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_link import ListenerStatus, Quiet
 from kvd.wire.stream_stats import StreamStats
 from kvd_core.index.chronicle import Chronicle
+from kvd_core.index.prefix_index import TIERS
 from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_NUMBER, BAD_SEQUENCE
 
 BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE, BAD_NUMBER)
@@ -117,14 +118,14 @@ INDEX_COUNTERS = (
 def state_families(state: State, instances: int) -> Iterator[Family | None]:
     """Yields the families of the index; `instances` is the number of registered instances."""
     sums = dict.fromkeys((name for _, name, _ in INDEX_GAUGES), 0) | state.ended_totals
-    held: dict[str, int] = {}
+    held = dict.fromkeys(TIERS, 0)
     recovered = unmatched = 0
     for number, partition in enumerate(list(state.sized.values()), 1):
         stats: dict[str, Any] = {**partition.index.stats()}
         for name in sums:
             sums[name] += stats[name]
         for tier, count in stats["held"].items():
-            held[tier] = held.get(tier, 0) + count
+            held[tier] += count
         recovered += len(partition.workers.keys() - partition.ranks.keys())
         unmatched += partition.is_unmatched
         if number % BREATH == 0:

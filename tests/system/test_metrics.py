@@ -179,6 +179,8 @@ def test_the_index_is_summed_over_its_partitions() -> None:
         state.add_rank(RankKey(PartitionKey("m", tenant), 1, 0), 16)
         state.partition("m", tenant).workers[1].store(0, [1, 2], [1, 2])
     state.partition("m", "a").index.add_worker(2)
+    none = parse(text_of(state_families(State(), 0)))
+    assert none['kvd_blocks{tier="device"}'] == none['kvd_blocks{tier="external"}'] == 0
     samples = parse(text_of(state_families(state, 2)))
     assert samples["dynamo_kvindexer_models"] == 2
     assert samples["dynamo_kvindexer_workers"] == 2
