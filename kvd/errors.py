@@ -17,6 +17,8 @@ class KvdError(Exception):
     status: ClassVar[int] = 500
     # The unknown model and tenant, for failures that report one.
     partition: tuple[str, str] | None = None
+    # Whether such a failure shows that clients and engines use different names.
+    counts_as_unknown: bool = True
     # Further members of the response body, for faces that promise them.
     details: Mapping[str, object] = MappingProxyType({})
 

@@ -199,13 +199,19 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     # No rate can be measured over no time.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    shown = status.figures(
-        status.check(face_client.faces_of(values), interval_s, client), interval_s
-    )
-    # Clients choose names: some could look like lines of kvd's, or control the terminal.
-    text = "\n".join(map(logs.plain, status.text(shown)))
-    text = json.dumps(shown, indent=1) if given["json"] else text
-    return f"{text}\n", status.exit_code(shown)
+    faces = face_client.faces_of(values)
+    if not faces:
+        logs.complain(config.StartError("every face is off"))
+        return "", status.UNREACHABLE
+    try:
+        shown = status.figures(status.check(faces, interval_s, client), interval_s)
+        # Clients choose names: some could look like lines of kvd's, or control the terminal.
+        text = "\n".join(map(logs.plain, status.text(shown)))
+        text = json.dumps(shown, indent=1) if given["json"] else text
+        return f"{text}\n", status.exit_code(shown)
+    except face_client.OTHER_FORM as error:
+        logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+        return "", status.UNREACHABLE
 
 
 def show_findings(given: Mapping[str, object]) -> CommandResult:
@@ -217,12 +223,14 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     try:
         found = doctor.examine(face_client.binds_of(values), client, probes=not given["no_probe"])
+        text = "\n".join(map(logs.plain, doctor.text(found)))
+        text = json.dumps({"findings": found}, indent=1) if given["json"] else text
+        return f"{text}\n", doctor.exit_code(found)
     except face_client.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
-        return "", doctor.UNREACHABLE
-    text = "\n".join(map(logs.plain, doctor.text(found)))
-    text = json.dumps({"findings": found}, indent=1) if given["json"] else text
-    return f"{text}\n", doctor.exit_code(found)
+    except face_client.OTHER_FORM as error:
+        logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+    return "", doctor.UNREACHABLE
 
 
 def explain(given: Mapping[str, object]) -> CommandResult:
@@ -236,14 +244,16 @@ def explain(given: Mapping[str, object]) -> CommandResult:
     try:
         body = explaining.question(given)
         found = explaining.ask(face_client.binds_of(values), client, body)
+        text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
+        return text, explaining.EXPLAINED
     except (explaining.WrongPrompt, face_client.FaceRefused) as error:
         logs.complain(config.StartError(str(error)))
         return "", explaining.REFUSED
     except face_client.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
-        return "", explaining.UNREACHABLE
-    text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
-    return text, explaining.EXPLAINED
+    except face_client.OTHER_FORM as error:
+        logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+    return "", explaining.UNREACHABLE
 
 
 def watch(given: Mapping[str, object]) -> CommandResult:

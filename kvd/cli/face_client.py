@@ -13,9 +13,11 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvd._version import VERSION
 from kvd.config.parsers import Bind, Binds, UnixBind
 
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
@@ -41,6 +43,19 @@ class FaceRefused(Exception):
 
 class Unreached(Exception):
     """No face has answered; the text gives the reason for each."""
+
+
+# Exceptions where an answer lacks what this version of kvd would have written.
+OTHER_FORM = (KeyError, TypeError, AttributeError)
+
+
+def reason(error: Exception) -> str:
+    """Returns why a face cannot be asked, in words for people."""
+    if isinstance(error, JSONDecodeError):
+        return "the answer is not JSON: this is no kvd"
+    if isinstance(error, OTHER_FORM):
+        return f"the answer has another form ({error}): this is no kvd, or not version {VERSION}"
+    return str(error) or type(error).__name__
 
 
 class _UnixConnection(HTTPConnection):
@@ -143,8 +158,8 @@ def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
     for name, bind in binds.items():
         try:
             return ask(name, bind)
-        except (OSError, HTTPException, ValueError, KeyError) as error:
-            faults.append(f"{name} {bind}: {error or type(error).__name__}")
+        except (OSError, HTTPException, ValueError, *OTHER_FORM) as error:
+            faults.append(f"{name} {bind}: {reason(error)}")
     raise Unreached("; ".join(faults) or "every face is off")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from kvd.cli.face_client import FaceClient
+from kvd.cli.face_client import OTHER_FORM, FaceClient, reason
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import DIAGNOSE_PATH
 from kvd.selection.worker_record import WorkerLifecycle
@@ -110,8 +110,8 @@ def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
     if face.error is None:
         try:
             check(face, client)
-        except (OSError, HTTPException, ValueError) as error:
-            face.error = str(error) or type(error).__name__
+        except (OSError, HTTPException, ValueError, *OTHER_FORM) as error:
+            face.error = reason(error)
 
 
 def _read_before(face: FaceStatus, client: FaceClient) -> None:

@@ -94,10 +94,10 @@ class Failures:
     def expected(self, failure: KvdError, headers: Headers) -> Response:
         """Returns the response to an expected failure of a handler."""
         if failure.partition is not None:
-            if self._served.serves(failure.partition):
-                self._served.note_unknown(failure.partition)
-            else:
+            if not self._served.serves(failure.partition):
                 failure = self._served.elsewhere(failure.partition)
+            elif failure.counts_as_unknown:
+                self._served.note_unknown(failure.partition)
         response = self.response(failure.status, str(failure), failure.details, headers)
         if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
             response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))

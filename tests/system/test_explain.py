@@ -196,6 +196,10 @@ def test_nothing_is_booked_drawn_or_counted(patient: Patient) -> None:
     assert explained(patient, token_ids=tokens, **turns)["choices"][0] == first
     served = patient.post("selection", "/select", asked | turns)
     assert str(served["worker_id"]) == first["chosen"]["worker_id"]
+    unknown = {"model_name": "mistyped", "token_ids": tokens}
+    assert patient.clients["indexer"].post("/explain", json=unknown).status_code == 404
+    found = patient.clients["indexer"].get("/diagnose").json()["findings"]
+    assert "model_name_mismatch" not in [each["name"] for each in found]
 
 
 def test_what_was_evicted_cleared_and_stored_again(patient: Patient) -> None:

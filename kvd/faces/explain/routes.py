@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import trio
 
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.faces.explain.answers import ExplanationWriter, chronicled, heading
@@ -53,7 +53,7 @@ class Explainer:
         if weighed and not self.selections.options.uses_kv_events:
             partition = None  # what ranks cache is not announced, but predicted
         if partition is None and not weighed:
-            partition = self.state.partition(*question.key)  # raises NotFound
+            partition = self._partition(question)
         size = self._block_size(question, partition)
         await trio.lowlevel.checkpoint()
         prompt = question.prompt(size, partition)
@@ -69,6 +69,14 @@ class Explainer:
         answer |= writer.events()
         answer["chronicle"] = chronicled(self.state.chronicle, now)
         return bodies.json_response(answer)
+
+    def _partition(self, question: ExplainRequest) -> Partition:
+        """Returns what the index has of the model; raises NotFound, which the doctor ignores."""
+        try:
+            return self.state.partition(*question.key)
+        except NotFound as failure:
+            failure.counts_as_unknown = False
+            raise
 
     def _weigh(self, question: ExplainRequest) -> list[Weighed]:
         """Returns how ranks would be chosen, for each phase; none where there are no workers."""
