@@ -228,7 +228,9 @@ def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, A
             faces = [each for each in SETTINGS if each.name in FACE_BINDS]
             binds += [_resolve(each, {}, environ, path, filed).value for each in faces]
         if not any(bind.tls for each in binds if each != OFF for bind in each.each):
-            raise StartError("TLS needs an address of a face, such as --indexer-bind tls:HOST:PORT")
+            names = ", ".join(name for name in TLS_FILES if values[name] is not None)
+            text = "TLS needs an address of a face, such as --indexer-bind tls:HOST:PORT"
+            raise StartError(f"{names}: {text}")
     return values
 
 
@@ -399,10 +401,14 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
 def _upstream_tls(values: Mapping[str, Any]) -> UpstreamTls:
     tls = _options(UpstreamTls, values)
     if (tls.certfile is None) != (tls.keyfile is None):
-        raise StartError("an engine is shown both --upstream-tls-certfile and -keyfile, or none")
+        raise StartError("engines need both --upstream-tls-certfile and --upstream-tls-keyfile")
     if tls.insecure and tls.ca_file is not None:
-        raise StartError("--upstream-tls-insecure asks for no authority, --upstream-tls-ca does")
+        raise StartError("--upstream-tls-insecure and --upstream-tls-ca exclude each other")
     if tls.ca_file is not None or tls.certfile is not None:
+        for name, path in (("ca", tls.ca_file), ("certfile", tls.certfile), ("keyfile", tls.keyfile)):
+            if path is not None:
+                with reading(path, f"upstream_tls_{name}"), path.open("rb"):
+                    pass
         try:
             tls.context()
         except ValueError as error:

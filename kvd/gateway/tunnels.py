@@ -45,11 +45,11 @@ class UpstreamTls:
     insecure: bool = False  # any certificate will do
 
     def context(self) -> ssl.SSLContext:
-        """Reads the files; raises ValueError, which names them, if they are unusable."""
+        """Reads the files; raises ValueError, which names them and their settings."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot use {self.ca_file}: {error}") from None
+            raise ValueError(f"upstream_tls_ca: cannot use {self.ca_file}: {error}") from None
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         if self.insecure:
@@ -59,8 +59,8 @@ class UpstreamTls:
             try:
                 context.load_cert_chain(self.certfile, self.keyfile, _refuse_passphrase)
             except (OSError, ValueError) as error:
-                text = f"cannot use {self.certfile} with {self.keyfile}: {error}"
-                raise ValueError(text) from None
+                files = f"{self.certfile} with {self.keyfile}"
+                raise ValueError(f"upstream_tls_certfile: cannot use {files}: {error}") from None
         return context
 
 

@@ -29,7 +29,7 @@ class TlsCredentials:
 
 
 def load_credentials(files: TlsFiles) -> TlsCredentials:
-    """Reads the files; raises ValueError, which names them, if they cannot be used."""
+    """Reads the files; raises ValueError, which names them and their settings."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
@@ -41,14 +41,15 @@ def load_credentials(files: TlsFiles) -> TlsCredentials:
     try:
         context.load_cert_chain(files.certfile, files.keyfile, _refuse_passphrase)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot use {files.certfile} with {files.keyfile}: {error}") from None
+        pair = f"{files.certfile} with {files.keyfile}"
+        raise ValueError(f"tls_certfile: cannot use {pair}: {error}") from None
     if files.client_ca is None:
         return TlsCredentials(context, None)
     try:
         pem = files.client_ca.read_bytes()  # once, so that a reload compares what is in force
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot use {files.client_ca}: {error}") from None
+        raise ValueError(f"tls_client_ca: cannot use {files.client_ca}: {error}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     # Not asked of the context: it does not list certificates that vouch for themselves alone.
     return TlsCredentials(

@@ -131,10 +131,10 @@ def _break_authority(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "complaint"),
     [
-        (_break_key, "cannot use {0}/cert.pem with {0}/key.pem: "),
-        (_break_certificate, "cannot use {0}/cert.pem with {0}/key.pem: "),
+        (_break_key, "tls_certfile: cannot use {0}/cert.pem with {0}/key.pem: "),
+        (_break_certificate, "tls_certfile: cannot use {0}/cert.pem with {0}/key.pem: "),
         (_remove_key, "tls_keyfile: cannot read {0}/key.pem: "),
-        (_break_authority, "cannot use {0}/ca.pem: "),
+        (_break_authority, "tls_client_ca: cannot use {0}/ca.pem: "),
     ],
 )
 def test_with_a_bad_file_all_stays_as_it_was(

@@ -323,7 +323,17 @@ def test_check_reads_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "cert.pem").write_text("none")
     files = [f"--tls-{name}file={tmp_path}/cert.pem" for name in ("cert", "key")]
     assert main(["config", "check", "--indexer-bind=tls:127.0.0.1:8443", *files]) == 1
-    assert f"cannot use {tmp_path}/cert.pem with " in capsys.readouterr().err
+    assert f"tls_certfile: cannot use {tmp_path}/cert.pem with " in capsys.readouterr().err
+    pair = [f"--upstream-{each.removeprefix('--')}" for each in files]
+    ca, gone = f"--upstream-tls-ca={tmp_path}/cert.pem", f"--upstream-tls-ca={tmp_path}/gone.pem"
+    for flags, complaint in (
+        ([gone], f"upstream_tls_ca: cannot read {tmp_path}/gone.pem: No such file"),
+        ([ca], f"upstream_tls_ca: cannot use {tmp_path}/cert.pem: "),
+        (pair, f"upstream_tls_certfile: cannot use {tmp_path}/cert.pem with "),
+        (files, "tls_certfile, tls_keyfile: TLS needs an address of a face"),
+    ):
+        assert main(["config", "check", *flags]) == 1
+        assert complaint in capsys.readouterr().err
 
 
 def test_the_page_of_all_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
