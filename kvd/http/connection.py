@@ -325,7 +325,10 @@ class Connection(Transport):
     async def _fill(self) -> bool:
         """Waits until the buffer has data; returns False if none will come."""
         while not self._retired and not self.buffer:
-            self.buffer = await self.receive()
+            try:
+                self.buffer = await self.receive()
+            except OSError:  # a reset, while no request is under way
+                return False
             if not self.buffer:
                 return False
         return not self._retired

@@ -295,9 +295,9 @@ cdef class FastPath:
         """Receives once and serves that; returns None, _TAKEN, or what to wake the task with."""
         cdef ssize_t got = recv(fd, self._buffer, kBuffer, MSG_DONTWAIT)
         self._dry = got < 0 and errno == EAGAIN
-        if got < 0:
-            return None if self._dry else OSError(errno, os.strerror(errno))
-        if got == 0:
+        if self._dry:
+            return None
+        if got <= 0:  # the end, or a reset while no request is under way
             return Handoff(b"", b"", False)
         # After a full buffer the socket may have more, which no further edge would report.
         cdef Text captured

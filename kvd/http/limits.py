@@ -33,7 +33,7 @@ class HttpLimits:
     send_s: float = 5.0  # without one byte of progress, beyond what the kernel buffers
     idle_s: float = 100.0  # above the 90 s of common client pools, which end first then
     linger_s: float = 2.0  # to read and drop what a refused client is still sending
-    graceful_s: float = 10.0  # systemd's TimeoutStopSec is 20
+    graceful_s: float = 10.0  # with the last snapshot's 30, below the units' TimeoutStopSec
     busy_wait_us: int = 0  # longest wait awake for the next request (kvd/http/busy_wait.pyx)
 
     def tick_s(self) -> float:

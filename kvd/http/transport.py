@@ -191,11 +191,11 @@ class Transport:
             with trio.fail_after(seconds):
                 yield
         except trio.TooSlowError:
-            self._count()
+            self._count(self.phase)
             raise
 
-    def _count(self) -> None:
-        stats, name = self.shared.stats, self.phase.value
+    def _count(self, late: ConnectionPhase) -> None:
+        stats, name = self.shared.stats, late.value
         setattr(stats, name, getattr(stats, name) + 1)
 
     def end_if_idle_for_long(self) -> None:
@@ -208,7 +208,7 @@ class Transport:
             and self.since + self.shared.tick + seconds <= self.shared.now
             and not self._unread()
         ):
-            self._count()
+            self._count(ConnectionPhase.HEAD if new else ConnectionPhase.IDLE)
             self.since = inf
             self._shut(socket.SHUT_RD)
 

@@ -263,7 +263,8 @@ async def test_a_connection_that_says_nothing_is_closed_silently() -> None:
         await idle.request("GET", "/health")
         assert await silent.read_to_end() == b""
         assert running.front.stats.connections_open == 1  # a used connection may idle longer
-        assert running.front.stats.idle_timeouts == 1
+        assert running.front.stats.head_timeouts == 1
+        assert running.front.stats.idle_timeouts == 0
 
 
 @pytest.mark.parametrize("path", ["/health", "/app/health"])
@@ -272,6 +273,16 @@ async def test_a_connection_that_says_nothing_more_is_closed_silently(path: str)
         await idle.request("GET", path)
         assert await idle.read_to_end() == b""
         assert running.front.stats.idle_timeouts == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/app/health"])
+async def test_a_reset_between_two_requests_costs_nobody_an_answer(path: str) -> None:
+    async with serving() as running:
+        async with running.client() as client:
+            await client.request("GET", path)
+            client.reset()
+            await running.until_empty()
+        assert running.front.stats.client_gone == 0
 
 
 @pytest.mark.parametrize("path", ["/big", "/app/big"])
