@@ -86,11 +86,15 @@ INDEX_GAUGES = (
 )
 # The same for counters; these include ended partitions (State.ended_totals).
 INDEX_COUNTERS = (
-    ("kvd_questions_total", "questions", "Number of prompts looked up while the index held blocks"),
+    (
+        "kvd_questions_total",
+        "questions",
+        "Number of prompts looked up, but for the conductor's, while the index held blocks",
+    ),
     (
         "kvd_questions_matched_total",
         "matched",
-        "Number of looked up prompts that matched at least one block",
+        "Number of these prompts that matched at least one block",
     ),
     (
         "kvd_parked_blocks_dropped_total",
@@ -164,13 +168,13 @@ def _chronicle_families(chronicle: Chronicle | None) -> Iterator[Family]:
 def _ingest_families(state: State) -> Iterator[Family]:
     totals = state.ingest.as_dict()
     kinds = {kind: totals[kind] for kind in ("stored", "removed", "cleared")}
-    yield counter("kvd_batches_total", "Number of event batches applied", totals["batches"])
-    yield by_label(
-        "kvd_events_total", "counter", "Number of events understood, by type", "type", kinds
-    )
-    help = "Number of events understood but ignored, by reason"
+    help = "Number of event batches of workers applied"
+    yield counter("kvd_batches_total", help, totals["batches"])
+    help = "Number of events of workers understood, by type"
+    yield by_label("kvd_events_total", "counter", help, "type", kinds)
+    help = "Number of events of workers understood but ignored, by reason"
     yield by_label("kvd_events_ignored_total", "counter", help, "reason", totals["ignored"])
-    help = "Number of events and batches that could not be read, by reason"
+    help = "Number of events and batches of workers that could not be read, by reason"
     yield by_label("kvd_bad_events_total", "counter", help, "reason", totals["bad"])
     help = "Number of (model, tenant) pairs refused at the limit"
     yield counter("kvd_partitions_refused_total", help, state.refused_partitions)
