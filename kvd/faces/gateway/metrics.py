@@ -28,7 +28,7 @@ def gateway_families(
         ("prompts", "prompts, by the source of their token ids", "source", stats.token_sources),
         (
             "tokenize_failures",
-            "prompts that no engine tokenized in time, by source",
+            "questions for the tokens of a prompt that an engine did not answer in time, by source",
             "source",
             stats.token_source_failures,
         ),
@@ -50,9 +50,9 @@ def gateway_families(
         help = f"Number of {what}"
         yield by_label(f"kvd_gateway_{name}_total", "counter", help, label, values)
     for name, help, value in (
-        ("prompt_tokens", "Number of prompt tokens in requests with known token ids",
+        ("prompt_tokens", "Number of prompt tokens in answered requests with known token ids",
          stats.prompt_tokens),
-        ("matched_tokens", "Number of prompt tokens expected to be cached at the chosen engine",
+        ("matched_tokens", "Number of these that were expected to be cached at the chosen engine",
          stats.matched_tokens),
         ("reported_matched_tokens",
          "Number of tokens expected to be cached in requests whose engine reported the real number",
@@ -91,7 +91,7 @@ _RELAY_HELP = {
     "connected": "Number of connections made to engines",
     "reused": "Number of requests sent on a kept connection",
     "sent_again": "Number of requests sent again because the kept connection had closed",
-    "receives": "Number of pieces of answers passed on to clients",
+    "receives": "Number of pieces of answers passed on to clients as they came",
     "payload_bytes": "Number of bytes of answers passed on to clients",
     "fillers": "Number of comments sent to clients while their engines were silent",
     "pauses": "Number of times an engine was not read because its client did not keep up",
