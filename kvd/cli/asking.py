@@ -138,7 +138,10 @@ def _add_asking(
     """Adds a command that asks a running daemon, with the flags that all such commands have."""
     parser: Parser = commands.add_parser(name, **described)
     add_general(parser)
-    add_settings(parser, settings.BIND_SETTINGS)
+    faces = settings.BIND_SETTINGS
+    if given is status_settings:  # it asks no gateway, which lists its engines under GET /status
+        faces = tuple(each for each in faces if each.name != "gateway_bind")
+    add_settings(parser, faces)
     parser.add_argument(
         "--token-file",
         type=usage(parsers.parse_path),
@@ -187,7 +190,7 @@ def asking_settings(
     if args.client_keyfile is not None and args.client_certfile is None:
         parser.error("--client-keyfile needs --client-certfile")
     names = *config.FACE_BINDS, *own, "token_file", "client_certfile", "client_keyfile"
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name, None) for name in names}
 
 
 def show_status(given: Mapping[str, object]) -> CommandResult:
