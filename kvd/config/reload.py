@@ -24,6 +24,8 @@ READ_AGAIN: dict[str, Callable[[Config], object]] = {
 }
 READ_ONCE: dict[str, Callable[[Config], object]] = {
     "curve_secret_key_file": lambda config: config.curve.secret,
+    "upstream_key_file": lambda config: config.upstream_key,
+    "state_password_file": lambda config: config.state_server,
 }
 
 
@@ -71,8 +73,13 @@ class ConfigReader:
         changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
         waiting = [each.name for each in differ if each.name not in changes]
         waiting = list(dict.fromkeys([*waiting, *_other(READ_ONCE, config, running)]))
-        curve = replace(config.curve, secret=running.curve.secret)
-        return Reloaded(replace(config, curve=curve), tuple(changed), tuple(waiting))
+        config = replace(
+            config,
+            curve=replace(config.curve, secret=running.curve.secret),
+            upstream_key=running.upstream_key,
+            state_server=running.state_server,
+        )
+        return Reloaded(config, tuple(changed), tuple(waiting))
 
 
 def _other(

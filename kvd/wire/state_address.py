@@ -10,7 +10,7 @@ are shown in answers and logs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -85,7 +85,7 @@ class StateServer:
 
     address: StateAddress
     prefix: str
-    password: str | None
+    password: str | None = field(repr=False)
     ca_file: Path | None  # None: the system's authorities
     advertised: str | None  # base URL of the indexer face, as other replicas reach it
     lease_s: float  # time for which a replica counts as alive after its last renewal

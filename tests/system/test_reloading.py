@@ -115,6 +115,28 @@ def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
     assert again.again(plain).config.tls is None
 
 
+def test_other_content_of_a_secret_that_is_read_once_waits_for_a_restart(path: Path) -> None:
+    names = ("curve_secret_key_file", "upstream_key_file", "state_password_file")
+    files = {name: path.parent / name for name in names}
+
+    def write(key: str) -> None:
+        files["curve_secret_key_file"].write_bytes(zmq.curve_keypair()[1])
+        for name in names[1:]:
+            files[name].write_text(key)
+
+    write("0123456789abcdef")
+    text = "".join(f'{name} = "{file}"\n' for name, file in files.items())
+    again = reader(path, text + 'state_url = "redis://127.0.0.1:6379"\n')
+    before = load(again.given, {})
+    assert again.again(before).waiting == ()
+    write("fedcba9876543210")
+    for _ in range(2):  # named at each reload until the restart
+        reloaded = again.again(before)
+        assert (reloaded.changed, reloaded.waiting) == ((), names)
+        before = reloaded.config
+    assert "0123456789abcdef" not in repr(before)
+
+
 def test_what_a_flag_says_stays(path: Path) -> None:
     again = reader(path, log_level="debug")
     before = load(again.given, {})
