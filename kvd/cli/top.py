@@ -32,7 +32,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.face_client import FaceClient, Unreached, ask_first
+from kvd.cli.face_client import OTHER_FORM, FaceClient, Unreached, ask_first, reason
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import PICTURE_PATH
 from kvd.telemetry.logs import plain
@@ -166,7 +166,12 @@ def _show(console: Console, live: Live, asker: Asker, keys: int, ended: Event) -
         answer, size = asker.last, console.size
         last = answer.picture or last
         if drawn != (state := (id(answer), size, scrolled)):
-            live.update(screen(answer, last, size.width, size.height, scrolled), refresh=True)
+            try:
+                shown = screen(answer, last, size.width, size.height, scrolled)
+            except OTHER_FORM as error:
+                asker.last, last, drawn = PictureAnswer(None, reason(error)), None, None
+                continue
+            live.update(shown, refresh=True)
             drawn = state
         if not select.select([keys], [], [], KEYS_S)[0]:
             continue

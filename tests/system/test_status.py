@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -17,12 +16,13 @@ import zmq
 
 from kvd.cli.face_client import faces_of
 from kvd.cli.main import main
-from kvd.cli.status import KNOWN_BY, LISTS, read_samples
+from kvd.cli.status import LISTS, read_samples
 from kvd.config import load as config
 from kvd.config.parsers import Binds, TcpBind, UnixBind
 from tests.support import http_client
 from tests.support.asking import make_client_certificates
 from tests.support.http_client import Client
+from tests.support.other_versions import other_version
 from tests.support.ports import find_free_port
 from tests.support.running import running
 
@@ -230,48 +230,22 @@ def test_a_face_that_answers_in_place_of_another_is_told(
         assert shown["faces"][face]["error"] == f"the server at this address is not a kvd {face}"
 
 
-class OtherVersion(BaseHTTPRequestHandler):
-    """A kvd whose answers have other members than this version's."""
-
-    answer = b""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        known = f"{KNOWN_BY['indexer']} 0\n".encode()
-        self.wfile.write(known if self.path == "/metrics" else self.answer)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Writes nothing."""
-
-
-@pytest.fixture
-def other_version() -> Iterator[list[str]]:
-    """Yields the binds of a daemon of another version."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), OtherVersion) as server:
-        Thread(target=server.serve_forever).start()
-        off = [f"--{face}-bind=off" for face in LISTS if face != "indexer"]
-        yield [f"--indexer-bind=127.0.0.1:{server.server_port}", *off]
-        server.shutdown()
-
-
 def test_answers_of_another_version_are_no_crash(
-    other_version: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "prompt").write_text("1 2 3 4")
     commands = (["status", "--interval=0"], ["doctor"], ["explain", str(tmp_path / "prompt")])
-    for OtherVersion.answer in (b'{"else": 1}', b'{"findings": [{"else": 1}]}', b'[{"else": 1}]'):
-        for command in commands:
-            assert main([*command, *other_version]) == 2, (command, OtherVersion.answer)
-            shown = capsys.readouterr()
-            assert "has another form" in shown.out + shown.err
-    OtherVersion.answer = b"<html>"
-    for command in commands:
-        assert main([*command, *other_version]) == 2
-        shown = capsys.readouterr()
-        assert "the answer is not JSON: this is no kvd" in shown.out + shown.err
+    for answer, complaint in (
+        (b'{"else": 1}', "has another form"),
+        (b'{"findings": [{"else": 1}]}', "has another form"),
+        (b'[{"else": 1}]', "has another form"),
+        (b"<html>", "the answer is not JSON: this is no kvd"),
+    ):
+        with other_version(answer) as flags:
+            for command in commands:
+                assert main([*command, *flags]) == 2, (command, answer)
+                shown = capsys.readouterr()
+                assert complaint in shown.out + shown.err
 
 
 def test_without_a_face_nothing_is_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from kvd.faces.ui.history import MAX_RANKS
 from tests.support.commands import Ended, run_command
 from tests.support.engines import BLOCK_SIZE
 from tests.support.forking import fork
+from tests.support.other_versions import other_version
 from tests.support.pictured import MODEL, Pictured, pictured
 from tests.support.ports import find_free_port
 from tests.support.processes import clean_environment
@@ -216,6 +217,17 @@ def test_it_waits_for_a_daemon_that_does_not_answer() -> None:
         assert terminal.ended() == 0
     finally:
         terminal.close()
+
+
+def test_it_waits_for_a_daemon_of_its_version() -> None:
+    with other_version(b'{"else": 1}') as flags:
+        terminal = Terminal("top", *flags)
+        try:
+            terminal.until(lambda text: "has another form" in text)
+            terminal.press(b"q")
+            assert terminal.ended() == 0
+        finally:
+            terminal.close()
 
 
 def test_it_needs_a_terminal_to_draw_on() -> None:
