@@ -93,11 +93,11 @@ class Failures:
 
     def expected(self, failure: KvdError, headers: Headers) -> Response:
         """Returns the response to an expected failure of a handler."""
-        if failure.partition is not None:
-            if not self._served.serves(failure.partition):
-                failure = self._served.elsewhere(failure.partition)
+        if (partition := failure.partition) is not None:
+            if not self._served.serves(partition):
+                failure = self._served.elsewhere(partition)
             elif failure.counts_as_unknown:
-                self._served.note_unknown(failure.partition)
+                self._served.note_unknown(partition)
         response = self.response(failure.status, str(failure), failure.details, headers)
         if isinstance(failure, Unavailable) and failure.retry_after_s is not None:
             response.headers.append((b"retry-after", b"%d" % failure.retry_after_s))

@@ -74,7 +74,15 @@ async def fetch(
     except trio.TooSlowError:
         raise FetchError("the request took too long") from None
     except (OSError, trio.BrokenResourceError, Unreachable) as error:
-        raise FetchError(f"the connection failed: {error.__cause__ or error}") from None
+        raise FetchError(f"the connection failed: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> object:
+    """Returns why a connection failed; trio hides it in the group that is the error's cause."""
+    cause = error.__cause__ or error
+    if isinstance(cause, ExceptionGroup):
+        cause = cause.exceptions[0]
+    return getattr(cause, "strerror", None) or cause
 
 
 async def _connect(target: Target, dialer: Dialer) -> trio.abc.Stream:

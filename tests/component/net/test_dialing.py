@@ -291,6 +291,9 @@ async def test_a_document_comes_from_the_checked_address_under_its_name(
     resolving.known["peer"] = [METADATA, "127.0.0.3", "127.0.0.2"]  # nothing listens at the second
     assert await fetched(f"http://peer:{port}/dump", dialer) == b"ok"
     assert f"host: peer:{port}\r\n".encode() in requests[0]
+    resolving.known["peer"] = ["127.0.0.3"]
+    with pytest.raises(FetchError, match=r": Connection refused$"):
+        await fetched(f"http://peer:{port}/dump", dialer)
     resolving.known["peer"] = [METADATA]
     with pytest.raises(FetchError, match="is not in outgoing_allow"):
         await fetched(f"http://peer:{port}/dump", dialer)
