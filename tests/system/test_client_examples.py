@@ -50,6 +50,26 @@ async def test_ask_the_indexer(kvd: Faces, capsys: pytest.CaptureFixture[str]) -
         engine.close()
 
 
+async def test_ask_an_indexer_whose_workers_another_face_has(
+    kvd: Faces, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine()
+    try:
+        with trio.fail_after(TEST_SECONDS), Client(selection=url(kvd, "selection")) as client:
+            client.selection.put_worker(
+                5,
+                model_name="o",
+                endpoint="http://127.0.0.1:1",
+                block_size=BLOCK_SIZE,
+                kv_events_endpoint=engine.endpoint,
+            )
+            await ask(url(kvd, "indexer"), "o", TOKENS)
+            assert "no indexer" not in capsys.readouterr().out
+            client.selection.remove_worker(5)
+    finally:
+        engine.close()
+
+
 async def test_reserve_around_a_request(kvd: Faces, capsys: pytest.CaptureFixture[str]) -> None:
     selection = url(kvd, "selection")
     with trio.fail_after(TEST_SECONDS), Client(selection=selection) as client:
