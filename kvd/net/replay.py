@@ -116,8 +116,8 @@ class _Answer:
     """Reads the answer to one request.
 
     Messages are taken off the socket as they come, and wait here while earlier ones are applied:
-    libzmq bounds their number alone, and a batch may have megabytes. As many wait as a stream may
-    queue; then the connection is closed, and the rest is requested again.
+    libzmq bounds their number alone, and a batch may have megabytes. As many bytes wait as a stream
+    may queue; then the connection is closed, and the rest is requested again.
     """
 
     def __init__(
@@ -188,18 +188,13 @@ class _Answer:
             self._room.take(frames)
             if self._room.is_used_up:
                 self._cut = ReplayEnd.TOO_MUCH
-            elif self._is_full:
+            elif 0 < self._link.queue_bytes < self._waiting_bytes:
                 self._cut = ReplayEnd.HOLE
             elif self._turns.clock_ns() >= until_ns:
                 return True
         if self._cut is not None:
             self._dealer.close()
         return False
-
-    @property
-    def _is_full(self) -> bool:
-        messages, size = self._link.queue_messages, self._link.queue_bytes
-        return 0 < messages < len(self._waiting) or 0 < size < self._waiting_bytes
 
     def _next(self) -> list[bytes]:
         frames = self._waiting.popleft()
