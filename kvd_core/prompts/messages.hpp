@@ -1,5 +1,5 @@
-// Finds where each element of a JSON array ends, and whether there are images or sounds in it, in one
-// pass over its bytes each.
+// Finds where each element of a JSON array ends, and whether it has images or sounds, in one pass
+// over its bytes each.
 //
 //   [ {"role":"user","content":"a, \"b\" ]"} , {"role":"assistant", ...} ]
 //     └──────────── element 0 ─────────────┘   └──────── element 1 ────┘
