@@ -207,7 +207,7 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
         logs.complain(config.StartError("every face is off"))
         return "", status.UNREACHABLE
     try:
-        shown = status.figures(status.check(faces, interval_s, client), interval_s)
+        shown = status.figures(status.check(faces, interval_s, client))
         # Clients choose names: some could look like lines of kvd's, or control the terminal.
         text = "\n".join(map(logs.plain, status.text(shown)))
         text = json.dumps(shown, indent=1) if given["json"] else text

@@ -61,6 +61,8 @@ class FaceStatus:
     name: str
     bind: Bind
     error: str | None = None
+    asked_at: float = 0.0  # monotonic time before the first sample
+    seconds: float = SHORTEST_S  # from then to the end of the second sample
     before: Samples = field(default_factory=dict)
     after: Samples = field(default_factory=dict)
     lists: dict[str, Any] = field(default_factory=dict)
@@ -87,9 +89,13 @@ class FaceStatus:
             if re.fullmatch(name, key[0])
         )
 
+    def rate(self, name: str) -> float:
+        """Returns by how much a counter grew in a second."""
+        return self.gained(name) / self.seconds
+
 
 def check(binds: Mapping[str, Bind], interval_s: float, client: FaceClient) -> list[FaceStatus]:
-    """Asks every face twice, `interval_s` apart."""
+    """Asks every face twice, at least `interval_s` apart."""
     faces = [FaceStatus(name, bind) for name, bind in binds.items()]
     begun = time.monotonic()
     for face in faces:
@@ -115,6 +121,7 @@ def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
 
 
 def _read_before(face: FaceStatus, client: FaceClient) -> None:
+    face.asked_at = time.monotonic()
     face.before = read_samples(client.ask(face.bind, "/metrics"))
     if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
         raise ValueError(f"the server at this address is not a kvd {face.name}")
@@ -122,6 +129,7 @@ def _read_before(face: FaceStatus, client: FaceClient) -> None:
 
 def _read_after(face: FaceStatus, client: FaceClient) -> None:
     face.after = read_samples(client.ask(face.bind, "/metrics"))
+    face.seconds = max(SHORTEST_S, time.monotonic() - face.asked_at)
     for name, path in LISTS[face.name].items():
         face.lists[name] = json.loads(client.ask(face.bind, path))
 
@@ -130,18 +138,18 @@ def _read_findings(face: FaceStatus, client: FaceClient) -> None:
     face.findings = json.loads(client.ask(face.bind, DIAGNOSE_PATH))["findings"]
 
 
-def figures(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
+def figures(faces: list[FaceStatus]) -> dict[str, Any]:
     """Returns the report that `--json` writes."""
     listening = [face for face in faces if face.by_label("kvd_streams")]
     shown: dict[str, Any] = {
-        "faces": {face.name: _face(face, interval_s) for face in faces},
+        "faces": {face.name: _face(face) for face in faces},
         "streams": _streams(listening),
         "findings": [finding for face in faces for finding in face.findings],
         "unmatched_models": _first(faces, {"": "kvd_unmatched_models"})[""] or 0,
-        "requests_per_s": round(sum(map(_requests, faces)) / interval_s, 1),
+        "requests_per_s": round(sum(map(_requests, faces)), 1),
         "resident_bytes": _first(faces, {"": "process_resident_memory_bytes"})[""],
         "queued": _first(faces, {"messages": "kvd_queued_messages", "bytes": "kvd_queued_bytes"}),
-        "loop": _loop(faces, interval_s),
+        "loop": _loop(faces),
         "state": _first(faces, STATE),
         "log_lines_dropped": _first(faces, {"": "kvd_log_lines_dropped_total"})[""],
     }
@@ -149,7 +157,7 @@ def figures(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
         one = listening[0]
         tiers = {tier: int(count) for tier, count in one.by_label("kvd_blocks").items()}
         shown["index"] = _first([one], INDEX) | {"tiers": tiers}
-        shown["events_per_s"] = round(one.gained("kvd_events_total") / interval_s, 1)
+        shown["events_per_s"] = round(one.rate("kvd_events_total"), 1)
     for face in faces:
         if face.error is None:
             shown[face.name.replace("-", "_")] = _first([face], SIZES[face.name]) | face.lists
@@ -206,28 +214,27 @@ def _first(faces: list[FaceStatus], names: Mapping[str, str]) -> dict[str, int |
     return found
 
 
-def _loop(faces: list[FaceStatus], interval_s: float) -> dict[str, Any]:
+def _loop(faces: list[FaceStatus]) -> dict[str, Any]:
     """Returns how busy the loop was, and its longest stretches, from the first face with them."""
     for face in faces:
         if longest := face.by_label("kvd_loop_longest_stretch_seconds"):
-            busy_s = face.gained("kvd_loop_stretch_seconds_sum")
+            busy = face.rate("kvd_loop_stretch_seconds_sum")
             ages = face.by_label("kvd_loop_longest_stretch_age_seconds")
             stretches = {
                 cause: {"seconds": longest[cause], "age_s": age_s} for cause, age_s in ages.items()
             }
-            return {"busy": round(busy_s / interval_s, 3), "longest": stretches}
+            return {"busy": round(busy, 3), "longest": stretches}
     return {"busy": None, "longest": {}}
 
 
 def _requests(face: FaceStatus) -> float:
-    return face.gained(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
+    return face.rate(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
 
 
-def _face(face: FaceStatus, interval_s: float) -> dict[str, Any]:
+def _face(face: FaceStatus) -> dict[str, Any]:
     if face.error is not None:
         return {"bind": str(face.bind), "error": face.error}
-    rate = round(_requests(face) / interval_s, 1)
-    return {"bind": str(face.bind), "requests_per_s": rate}
+    return {"bind": str(face.bind), "requests_per_s": round(_requests(face), 1)}
 
 
 def exit_code(shown: Mapping[str, Any]) -> int:

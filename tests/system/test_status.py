@@ -61,7 +61,7 @@ def test_all_is_well(binds: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert list(shown["faces"]) == ["indexer", "slot-tracker", "selection", "conductor"]
     assert not any("error" in face for face in shown["faces"].values())
     assert shown["resident_bytes"] > 2**20 and shown["log_lines_dropped"] == 0
-    assert shown["loop"]["busy"] > 0
+    assert 0 < shown["loop"]["busy"] < 2  # 1 at most, but for what began before
     assert shown["loop"]["longest"]["requests"]["seconds"] > 0  # at least this request's own
     assert sum(shown["streams"].values()) == 0
     assert main(["status", "--interval=0", *binds]) == 0
