@@ -6,9 +6,10 @@ One connection sends one /query of 512 tokens after the other. Meanwhile engines
 500,000 blocks/s over 8, 64 or 512 streams (64 blocks an event, and as many blocks are removed
 again); or the daemon writes dumps or its first one, a snapshot or /metrics, recovers from another
 one, or loses all workers but one; or workers of 4,096 ranks come and go, where the question is
-/potential_loads; or 1,000 selections wait, where it is /overlap_scores. Each group of cases has a
-fresh daemon with 1,000,000 blocks, or half of that over 512 streams. Cases that the peer has as
-well are measured on both. A stretch is the time from one check of the sockets to the next
+/potential_loads; or a worker of 512 ranks with events, or a fleet file with 512 workers, comes and
+goes; or 1,000 selections wait, where it is /overlap_scores. Each group of cases has a fresh daemon
+with 1,000,000 blocks, or half of that over 512 streams. Cases that the peer has as well are
+measured on both. A stretch is the time from one check of the sockets to the next
 (docs/operations.md, How busy the loop is).
 """
 
@@ -50,6 +51,8 @@ WARM_S = 0.2  # before measuring
 WAITING = 1_000  # selections
 BATCH = 100_000  # tokens that make a worker busy
 WIDE, WIDE_WORKERS = 4096, 15  # ranks of a worker, its bound; a ledger has room for 16 of these
+LISTENERS = 512  # ranks with events that come and go
+STAY_S = 0.3  # that they stay, or are away: longer than it takes them to connect
 MODEL = {"model_name": "bench"}
 
 Beside = Callable[[], None]  # does a piece of work; called beside the queries, again and again
@@ -284,6 +287,60 @@ def registration(bench: Bench) -> None:
         bench.measure(case, server, asked, come_and_go)
 
 
+def listeners(bench: Bench) -> None:
+    """Each rank subscribes to one of the eight engines whose blocks are asked for."""
+    with indexing(bench, "--selection-bind=127.0.0.1:{selection}") as (server, selection, engines):
+
+        def come_and_go() -> None:
+            record = wide_record(1) | {"data_parallel_size": LISTENERS, "without_kv_events": False}
+            places = {str(rank): engines[rank % len(engines)] for rank in range(LISTENERS)}
+            ask(selection, "POST", "/workers", record | {"kv_events_endpoints": places})
+            time.sleep(STAY_S)
+            ask(selection, "DELETE", "/workers/1")
+            time.sleep(STAY_S)
+
+        case = f"a worker with {LISTENERS} listeners comes and goes"
+        bench.measure(case, server, bench.load(server, 8), come_and_go)
+
+
+def fleet(bench: Bench) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "fleet.toml")
+        path.touch()
+        flags = "--selection-bind=off", f"--fleet-file={path}"
+        with indexing(bench, *flags) as (server, _, engines):
+
+            def come_and_go() -> None:
+                for count in (LISTENERS, 0):
+                    new = path.with_suffix(".new")
+                    new.write_text("".join(fleet_row(each, engines) for each in range(count)))
+                    new.rename(path)
+                    os.kill(server.pid, signal.SIGHUP)
+                    time.sleep(2 * STAY_S)
+
+            case = f"{LISTENERS} workers of a fleet file come and go"
+            bench.measure(case, server, bench.load(server, 8), come_and_go)
+
+
+@contextmanager
+def indexing(bench: Bench, *flags: str) -> Iterator[tuple[Server, int, list[str]]]:
+    """Yields an indexer with the blocks of eight engines, a port for `flags`, and the engines."""
+    port, selection = free_ports(2)
+    faces = [f"--indexer-bind=127.0.0.1:{port}", "--slot-tracker-bind=off", "--conductor-bind=off"]
+    faces += [flag.format(selection=selection) for flag in flags]
+    command = (*bench.contender.command[:-1], "serve", *faces)
+    with running_on(replace(bench.contender, command=command), port, bench.logs) as server:
+        options: dict[str, Option] = {"event_blocks": EVENT_BLOCKS, "window": WINDOW}
+        with bench.generator.hold(server, **data(8), **options):
+            rows = json.loads(ask(port, "GET", "/workers"))
+            yield server, selection, [row["listeners"]["0"]["endpoint"] for row in rows]
+
+
+def fleet_row(worker: int, engines: list[str]) -> str:
+    where = f'model_name = "wide"\nblock_size = 16\nendpoint = "{engines[worker % len(engines)]}"'
+    return f"[[indexer]]\ninstance_id = {worker}\n{where}\n\n"
+
+
 def wide(model: str, worker: int) -> dict[str, object]:
     place = {"model_name": model, "worker_id": worker, "block_size": 16}
     return place | {"dp_start": 0, "dp_size": WIDE}
@@ -339,6 +396,8 @@ CASES: dict[str, Callable[[Bench], None]] = EVENTS | {
     "snapshot": snapshot,
     "recovery": recovery,
     "registration": registration,
+    "listeners": listeners,
+    "fleet": fleet,
     "unregistration": unregistration,
     "selections": selections,
 }
