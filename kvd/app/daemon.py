@@ -68,7 +68,13 @@ from kvd.persistence.none import NoKeeper
 from kvd.persistence.registrations import Faces, Registrations
 from kvd.persistence.store import Keeper, StateStore
 from kvd.platform import activation, sdnotify
-from kvd.platform.descriptors import LEAST, listeners_within, raise_limit, waiting_within
+from kvd.platform.descriptors import (
+    LEAST,
+    listeners_within,
+    make_room,
+    raise_limit,
+    waiting_within,
+)
 from kvd.platform.memory import Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
 from kvd.replica_sync.deduplication import Deduplicator
@@ -141,6 +147,7 @@ def run(
     limit = raise_limit()
     if limit < LEAST:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
+    make_room(limit)
     bounds = DescriptorBounds(listeners_within(limit), waiting_within(limit))
     if len(config.workers) > bounds.listeners:
         raise StartError(f"the descriptors (ulimit -n) allow only {bounds.listeners} workers")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvd.platform.descriptors import (
@@ -9,7 +11,10 @@ from kvd.platform.descriptors import (
     LISTENER_DESCRIPTORS,
     MAX_LISTENERS,
     MAX_WAITING,
+    ROOM,
     listeners_within,
+    make_room,
+    raise_limit,
     waiting_within,
 )
 
@@ -28,3 +33,10 @@ def test_descriptors_are_shared_out(limit: int, listeners: int, waiting: int) ->
     assert listeners_within(limit) == listeners
     assert waiting_within(limit) == waiting
     assert listeners * LISTENER_DESCRIPTORS + waiting <= limit
+
+
+def test_the_kernels_table_has_room_from_the_start() -> None:
+    limit = raise_limit()
+    make_room(limit)
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    assert int(status["FDSize"]) >= min(limit, ROOM)
