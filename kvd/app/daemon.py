@@ -24,6 +24,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -121,6 +122,11 @@ MEET_S = 5.0
 # objects, 1 to 3 ms.
 GC_THRESHOLDS = (1_000, 5, 5_000)
 
+# Longest time for which a thread that runs Python keeps the loop waiting after each system call of
+# the loop: threads read fleet files and load modules. With Python's default of 5 ms a stretch of
+# some system calls would take tens of milliseconds.
+SWITCH_S = 0.0001
+
 log = get_logger(__name__)
 
 
@@ -144,6 +150,7 @@ def run(
     """
     faulthandler.enable()  # the watchdog kills with SIGABRT: the traceback shows where the loop was
     keep_freed_memory()
+    sys.setswitchinterval(SWITCH_S)
     limit = raise_limit()
     if limit < LEAST:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")

@@ -8,7 +8,6 @@ thread makes the application; all other requests are served meanwhile.
 from __future__ import annotations
 
 import gc
-import sys
 from typing import TYPE_CHECKING
 
 import trio
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
 
     from kvd.http.asgi import AsgiApp, Receive, Send
 
-# Faces make their applications one after the other, as they share the switch interval.
+# Faces make their applications one after the other.
 MAKING = trio.Lock()
-
-# Longest time for which the thread that makes an application keeps the loop waiting each time that
-# it runs. Python's default of 5 ms is as long as a whole stretch of the loop should be.
-SWITCH_S = 0.0005
 
 
 class ColdApp:
@@ -58,11 +53,6 @@ class ColdApp:
         return self._app
 
     def _make(self) -> AsgiApp:
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
-        try:
-            from kvd.http.app import build_app
+        from kvd.http.app import build_app
 
-            return build_app(*self._made_of)
-        finally:
-            sys.setswitchinterval(usual)
+        return build_app(*self._made_of)
