@@ -36,9 +36,9 @@ log = get_logger(__name__)
 class ListenerTasks:
     """Starts and stops one task per registered rank (the registry's `Listeners`).
 
-    Listeners connect once `begin` is set, or at once without it. They connect one in each pass of
-    the loop, since a socket takes half a millisecond and thousands may be registered together.
-    They apply messages once `ready` is set.
+    Listeners connect once `begin` is set, or at once without it. Their tasks start one in every
+    other pass of the loop, since thousands may be registered together, and each takes 0.4 ms until
+    it is connected. They apply messages once `ready` is set.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class ListenerTasks:
         turns: Turns | None = None,
     ) -> None:
         self._begin = begin
-        self._entrance = trio.Lock()  # first come, first served
+        self._waiting: dict[Hashable, EventStream] = {}  # for the start of their tasks, in order
+        self._starter = trio.lowlevel.ParkingLot()  # where the task that starts them rests
         self._tasks: Supervisor[Hashable] = Supervisor(nursery)
         self._context = context
         self._ready = ready
@@ -68,6 +69,7 @@ class ListenerTasks:
         )
         self._health: dict[EventStream, StreamHealth] = {}  # as last logged
         self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
+        nursery.start_soon(self._start_waiting)
         nursery.start_soon(self._watch_health, health_every_s)
 
     def set_replay_options(self, replays: ReplayOptions) -> None:
@@ -75,27 +77,49 @@ class ListenerTasks:
         self._replayer.set_options(replays)
 
     def start(self, key: Hashable, listener: EventStream) -> None:
-        """Starts the listener's task; KeyError while `key` has one."""
-        self._tasks.start(key, partial(self._run, listener))
+        """Has the listener's task start soon; KeyError while `key` has one."""
+        if key in self._tasks or key in self._waiting:
+            raise KeyError(key)
+        self._waiting[key] = listener
+        self._health[listener] = StreamHealth.RECOVERING
+        self._starter.unpark()
 
     async def stop(self, key: Hashable) -> bool:
         """Returns True when the listener's task has ended; False, and at once, without one."""
+        if (listener := self._waiting.pop(key, None)) is not None:
+            self._forget(listener)
+            await trio.lowlevel.checkpoint()  # hundreds may be stopped in a row
+            return True
         return await self._tasks.stop(key)
 
     async def entered(self) -> None:
         """Returns once all present listeners have begun to connect; call after `begin` is set."""
-        for _ in range(3):  # until listeners that were just started or woken are in the queue
+        while self._waiting:
             await trio.lowlevel.checkpoint()
-        async with self._entrance:
-            pass
+        await trio.lowlevel.checkpoint()  # the last one's task has its first step
+
+    async def _start_waiting(self) -> None:
+        if self._begin is not None:
+            await self._begin.wait()
+        while True:
+            if self._waiting:
+                self._start_next()
+                await trio.lowlevel.checkpoint()
+                await trio.lowlevel.checkpoint()
+            else:
+                await self._starter.park()
+
+    def _start_next(self) -> None:
+        """Starts the task that was to start first.
+
+        A function of its own, since a local variable of the resting `_start_waiting` would keep
+        the last listener alive, and with it an index.
+        """
+        key = next(iter(self._waiting))
+        self._tasks.start(key, partial(self._run, self._waiting.pop(key)))
 
     async def _run(self, listener: EventStream) -> None:
-        self._health[listener] = StreamHealth.RECOVERING
         try:
-            if self._begin is not None:
-                await self._begin.wait()
-            async with self._entrance:
-                await trio.lowlevel.checkpoint()
             listening = run_listener(
                 listener,
                 self._context,
@@ -108,8 +132,11 @@ class ListenerTasks:
             )
             await EVENTS.steps_of(listening)
         finally:
-            del self._health[listener]
-            self._prober.forget(listener)
+            self._forget(listener)
+
+    def _forget(self, listener: EventStream) -> None:
+        del self._health[listener]
+        self._prober.forget(listener)
 
     async def _watch_health(self, every_s: float) -> None:
         """Logs every lasting change of a stream's health, and engines that are quiet."""
