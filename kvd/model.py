@@ -49,7 +49,8 @@ class RankKey(NamedTuple):
     dp_rank: int
 
     def __str__(self) -> str:
-        return f"{self.partition}/{self.instance_id}:{self.dp_rank}"
+        (model_name, tenant_id), instance_id, dp_rank = self
+        return f"{model_name}:{tenant_id}/{instance_id}:{dp_rank}"
 
 
 class Observers(Generic[P]):

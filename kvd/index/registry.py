@@ -75,7 +75,7 @@ class Registry(ListenedRegistrations):
         self.departures: Observers[[]] = Observers()  # called after every unregistration
         # Called when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
-        self._grown = trio.Event()  # set and replaced by every registration
+        self._growth = trio.lowlevel.ParkingLot()  # where tasks wait for registrations
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -127,7 +127,7 @@ class Registry(ListenedRegistrations):
     async def wait_for_instances(self, count: int) -> None:
         """Waits until at least `count` instances are registered."""
         while self.instances() < count:
-            await self._grown.wait()
+            await self._growth.park()
 
     def register(
         self,
@@ -172,12 +172,12 @@ class Registry(ListenedRegistrations):
             self._stale_after_s,
             on_link=lambda: self.links.notify(key),
         )
-        if stream.restored():  # else the restored blocks were removed meanwhile
+        # Without restored blocks, they were removed meanwhile. To ask for them takes O(ranks).
+        if key in self._kept and stream.restored():
             self._take_over(key, listener)
         self._ranks[key] = Registration(key, listener, {owner})
         self._start(key, listener)
-        self._grown.set()
-        self._grown = trio.Event()
+        self._growth.unpark_all()
 
     def take_over(self, positions: Mapping[RankKey, KeptPosition]) -> None:
         """Lets streams go on at another process's positions; their blocks are restored.

@@ -16,6 +16,7 @@ An IPv4 address embedded in an IPv6 address is checked as well as the whole. Unu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from ipaddress import IPv4Address, ip_address, ip_network
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -96,6 +97,9 @@ SPECIAL = tuple(
     )
 )
 
+# Hosts whose check is remembered: a host may have hundreds of ranks, each with an endpoint.
+KEPT_HOSTS = 256
+
 # Networks whose last 32 bits are an IPv4 address: NAT64, its local form, translated, compatible.
 EMBEDDING = tuple(
     Network.of(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
@@ -108,16 +112,25 @@ class EgressPolicy:
     `allowed` is the setting's value, which a reload may change.
     """
 
-    __slots__ = ("_networks", "allowed", "ipc", "refused_connections", "refused_names")
+    __slots__ = (
+        "_host_fault",
+        "_networks",
+        "allowed",
+        "ipc",
+        "refused_connections",
+        "refused_names",
+    )
 
     def __init__(self, allowed: AllowedNetworks = DEFAULT) -> None:
         self.refused_names = 0  # as they were written
         self.refused_connections = 0  # as they were resolved
+        self._host_fault = lru_cache(KEPT_HOSTS)(self._find_host_fault)
         self.allow(allowed)
 
     def allow(self, allowed: AllowedNetworks) -> None:
         """Replaces the allowed addresses from now on."""
         self.allowed = allowed
+        self._host_fault.cache_clear()
         self.ipc = IPC in self.allowed
         self._networks = tuple(
             network
@@ -171,7 +184,7 @@ class EgressPolicy:
             return None if self.ipc else f"{IPC} is not in outgoing_allow"
         return self._host_fault(host_port[0], bracketed=endpoints.is_ipv6(endpoint))
 
-    def _host_fault(self, host: str, *, bracketed: bool = False) -> str | None:
+    def _find_host_fault(self, host: str, *, bracketed: bool = False) -> str | None:
         try:
             address = literal(host)
         except ValueError as error:

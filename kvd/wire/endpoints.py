@@ -138,7 +138,7 @@ def _port_fault(port: str) -> str | None:
 
 
 def _character_fault(address: str) -> str | None:
-    for char in address:
-        if char in " ;" or not char.isprintable():
-            return f"invalid character {char!a}"
-    return None
+    if address.isprintable() and " " not in address and ";" not in address:
+        return None
+    char = next(each for each in address if each in " ;" or not each.isprintable())
+    return f"invalid character {char!a}"
