@@ -25,6 +25,7 @@ from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Absence, Candidates
 from kvd.selection.options import RouterOptions
+from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.event_stream import EventStream
 from kvd.wire.stream_link import ListenerStatus
 
@@ -64,6 +65,14 @@ class Streams:
         candidates.note_absence(rank, after)
         if (before is None or before.reachable) != (after is None or after.reachable):
             self._on_change(candidates)
+
+    def judge_joined(self, candidates: Candidates, record: WorkerRecord) -> None:
+        """Judges all ranks of a worker that has just joined; waiting selections do not know it."""
+        found = self._registry.registrations_of(record.key, record.worker_id, record.ranks)
+        for dp_rank, registration in found.items():
+            absence = self._absence(registration.listener, None)
+            if absence is not None:
+                candidates.note_absence((record.worker_id, dp_rank), absence)
 
     def _absence(self, listener: EventStream | None, known: Absence | None) -> Absence | None:
         """Returns the fault of a connection, None if it is sound."""

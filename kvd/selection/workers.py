@@ -33,13 +33,15 @@ from kvd.selection.streams import Streams
 from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.slots.live_requests import REMOVAL_SLICE
-from kvd.telemetry.stretches import UNREGISTRATION
+from kvd.telemetry.stretches import REQUESTS, UNREGISTRATION
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd_core.ledger import ledger
 
 # Workers judged again between two checkpoints, each of them against all ranks of its fleet.
 RECONSIDERED = 64
+# Ranks whose listeners are made between two checkpoints: 0.4 ms.
+LISTENED_SLICE = 16
 
 
 class Workers:
@@ -191,7 +193,8 @@ class Workers:
             entry = self._admission.judged(known.record)
             if not entry.reasons:
                 try:
-                    self._join(entry.record)
+                    for _ in self._join(entry.record):
+                        pass
                     joined = True
                 except KvdError as error:  # a bound of the state, before any rank was registered
                     self._take_out(entry.record)
@@ -251,9 +254,9 @@ class Workers:
     async def _replace(self, old: CatalogEntry | None, new: CatalogEntry | None) -> CatalogEntry:
         """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
 
-        First the listeners end that the new record does not have. Then the ranks are exchanged in
-        one step, after which selections that wait are served. At last the bookings on the old ranks
-        end, in slices.
+        First the listeners end that the new record does not have, and those are made, in slices,
+        that it has in addition. Then the ranks are exchanged in one step, after which selections
+        that wait are served. At last the bookings on the old ranks end, in slices.
         """
         before = None if old is None or old.reasons else old.record
         after = None if new is None or new.reasons else new.record
@@ -272,7 +275,8 @@ class Workers:
                 leaving = []
             if after is not None:
                 try:
-                    self._join(after)
+                    for _ in REQUESTS.each(self._join(after)):
+                        await trio.lowlevel.checkpoint()
                 except KvdError as error:  # another face has taken the rank meanwhile
                     await self._fall_silent(after, None)
                     self._take_out(after)
@@ -342,36 +346,39 @@ class Workers:
             if number % REMOVAL_SLICE == 0:
                 yield
 
-    def _join(self, record: WorkerRecord) -> None:
-        """Listens to a worker's ranks and makes them selectable; raises as `register` does."""
+    def _join(self, record: WorkerRecord) -> Iterator[None]:
+        """Listens to a worker's ranks and makes them selectable; raises as `register` does.
+
+        It rests at every yield; the worker becomes selectable in the last step.
+        """
         if record.key not in self._candidates:
             self._admission.check_partitions()
+        assert record.block_size is not None  # or it could not be scheduled
+        if self._options.uses_kv_events and not record.without_kv_events:
+            yield from self._listen(record, record.block_size)
+        if record.key not in self._candidates:
             settings = self._tuning.settings(*record.key)
             self._candidates[record.key] = Candidates(
                 record.key, self._options, self._state, settings
             )
         candidates = self._candidates[record.key]
-        assert record.block_size is not None  # or it could not be scheduled
         self._reservations.open_ledger(candidates, record.block_size)
-        if self._options.uses_kv_events and not record.without_kv_events:
-            self._listen(record, record.block_size)
         candidates.ledger.add_ranks(record.worker_id, record.ranks.start, len(record.ranks))
         candidates.workers[record.worker_id] = record
         candidates.changed()
         if self._options.uses_kv_events:
-            for dp_rank in self._registry.registrations_of(
-                record.key, record.worker_id, record.ranks
-            ):
-                self._streams.judge(RankKey(record.key, record.worker_id, dp_rank))
+            self._streams.judge_joined(candidates, record)
 
-    def _listen(self, record: WorkerRecord, block_size: int) -> None:
+    def _listen(self, record: WorkerRecord, block_size: int) -> Iterator[None]:
         heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)
-        for dp_rank in record.ranks:
+        for number, dp_rank in enumerate(record.ranks, 1):
             found = record.addresses(dp_rank)
             if dp_rank not in heard and found is not None:
                 rank = RankKey(record.key, record.worker_id, dp_rank)
                 endpoint, replay, server_key = found
                 self._registry.register(rank, endpoint, block_size, replay, OWNER, server_key)
+            if number % LISTENED_SLICE == 0:
+                yield
 
 
 def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:

@@ -12,7 +12,7 @@ import trio
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.bodies import flag
-from kvd.faces.indexer.workers import matching, stream_members
+from kvd.faces.indexer.workers import SLICE_RANKS, matching, stream_members
 from kvd.faces.selection.members import number, texts, u32, u64
 from kvd.selection.admission import CatalogEntry
 from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord
@@ -26,8 +26,11 @@ ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
 
-def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
-    """Returns the row of a worker: its record, why it cannot be chosen, its streams and speeds."""
+def rows(workers: Workers, entry: CatalogEntry) -> Iterator[dict[str, Any] | None]:
+    """Yields None where others may run, and at last the row of a worker.
+
+    That has its record, why it cannot be chosen, its streams and speeds.
+    """
     lifecycle, absent = workers.lifecycle(entry), workers.absent(entry)
     gone = list(absent.values()) if lifecycle is WorkerLifecycle.UNSCHEDULABLE else []
     row = entry.record.shown(lifecycle, entry.reasons + gone)
@@ -35,16 +38,15 @@ def shown(workers: Workers, entry: CatalogEntry) -> dict[str, Any]:
         row["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
     now = trio.current_time()
     listeners = workers.listeners(entry)
-    if listeners:
-        row["listeners"] = {
-            str(dp_rank): dict(stream_members(listener, now))
-            for dp_rank, listener in listeners.items()
-        }
+    for at, (dp_rank, listener) in enumerate(listeners.items()):
+        if at and at % SLICE_RANKS == 0:
+            yield None
+        row.setdefault("listeners", {})[str(dp_rank)] = dict(stream_members(listener, now))
     if speeds := dict(_speeds(workers, entry)):
         row["speeds"] = speeds
     if listeners and (partition := workers.partition(entry)) is not None:
         row |= matching(partition)
-    return row
+    yield row
 
 
 def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[str, Any]]]:

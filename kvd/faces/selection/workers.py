@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import trio
+
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.slices import whole
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
-from kvd.faces.selection.records import FIELDS, changes, record, shown
+from kvd.faces.selection.records import FIELDS, changes, record, rows
 from kvd.http.messages import Request, Response
 from kvd.selection.admission import CatalogEntry
 from kvd.selection.service import Selections
@@ -50,8 +52,8 @@ async def ready(request: Request, *, selections: Selections, shared: SharedStatu
         answer["shared_state"] = shared_state
     text = bodies.render(answer)
     if request.known:
-        rows = await whole(listed(selections, entries))
-        text = b'%b,"workers":%b}' % (text[:-1], rows)
+        workers = await whole(listed(selections, entries))
+        text = b'%b,"workers":%b}' % (text[:-1], workers)
     return Response(503 if reasons else 200, text)
 
 
@@ -68,7 +70,8 @@ def listed(selections: Selections, entries: Iterable[CatalogEntry]) -> Iterator[
     separator = b"["
     ranks = 0
     for entry in entries:
-        yield separator + bodies.render(shown(selections.workers, entry))
+        for row in rows(selections.workers, entry):
+            yield b"" if row is None else separator + bodies.render(row)
         separator = b","
         ranks += len(entry.record.ranks)
         if ranks >= SLICE_RANKS:
@@ -79,9 +82,19 @@ def listed(selections: Selections, entries: Iterable[CatalogEntry]) -> Iterator[
 
 async def post_worker(request: Request, *, selections: Selections) -> Response:
     entry = await selections.workers.put(read_worker(request.body))
-    response = bodies.json_response(shown(selections.workers, entry))
+    response = await _row(selections, entry)
     response.status = 201
     return response
+
+
+async def _row(selections: Selections, entry: CatalogEntry) -> Response:
+    """Answers with a worker's row, in steps: hundreds of ranks take milliseconds."""
+    await trio.lowlevel.checkpoint()
+    found = None
+    for row in rows(selections.workers, entry):
+        found = row
+        await trio.lowlevel.checkpoint()
+    return bodies.json_response(found)
 
 
 def read_worker(body: bytes) -> WorkerRecord:
@@ -93,17 +106,17 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     """Replaces all workers of a model and tenant by the given ones."""
     members = bodies.scan(WORKERS, request.body)
     key = partition_key(members)
-    rows = bodies.require(members, "workers")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    described = bodies.require(members, "workers")
+    if not isinstance(described, list) or not all(isinstance(each, dict) for each in described):
         raise Invalid("workers: expected an array of objects")
     where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
-    records = [record({**where, **row}) for row in rows]
+    records = [record({**where, **each}) for each in described]
     if any(each.key != key for each in records):
         raise Invalid("workers: an entry belongs to another model or tenant")
     if len({each.worker_id for each in records}) != len(records):
         raise Invalid("workers: the array contains a worker_id twice")
     entries = await selections.workers.put_all(key, records)
-    return bodies.json_response([shown(selections.workers, entry) for entry in entries])
+    return Response(200, await whole(listed(selections, entries)))
 
 
 async def patch_worker(request: Request, *, selections: Selections) -> Response:
@@ -113,7 +126,7 @@ async def patch_worker(request: Request, *, selections: Selections) -> Response:
     for fixed in ("worker_id", "model_name", "tenant_id"):
         changed.pop(fixed, None)
     entry = await selections.workers.patch(worker_id, lambda known: replace(known, **changed))
-    return bodies.json_response(shown(selections.workers, entry))
+    return await _row(selections, entry)
 
 
 async def delete_worker(request: Request, *, selections: Selections) -> Response:

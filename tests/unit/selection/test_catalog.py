@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from hypothesis import strategies as st
 
 from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.faces.indexer.workers import SLICE_RANKS
-from kvd.faces.selection.records import shown as shown_row
+from kvd.faces.selection.records import rows
 from kvd.faces.selection.workers import listed
 from kvd.model import RankKey
 from kvd.selection.options import RouterOptions
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
-from kvd.selection.workers import RECONSIDERED
+from kvd.selection.workers import LISTENED_SLICE, RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -128,7 +129,8 @@ async def test_ranks_that_are_not_there_cost_nothing() -> None:
     service = Service()
     put = service.selections.workers.put
     entry = await put(replace(worker(), data_parallel_size=2**32 - 1))
-    row = shown_row(service.selections.workers, entry)
+    (row,) = rows(service.selections.workers, entry)
+    assert row is not None
     assert row["lifecycle"] == "incomplete" and "listeners" not in row
 
 
@@ -140,6 +142,22 @@ async def test_a_long_list_rests_after_some_ranks() -> None:
     assert [row["worker_id"] for row in json.loads(b"".join(pieces))] == [*ids, 200, 201]
     assert pieces.count(b"") == 3 and pieces[-2:] == [b"", b"]"]
     assert list(listed(service.selections, [])) == [b"[]"]
+
+
+async def test_many_ranks_are_listened_to_in_slices(nursery: trio.Nursery) -> None:
+    service, ranks = Service(), 4 * LISTENED_SLICE
+    heard = [0]
+
+    async def watch() -> None:
+        while True:
+            heard.append(len(service.listeners.running))
+            await trio.lowlevel.checkpoint()
+
+    nursery.start_soon(watch)
+    await service.selections.workers.put(worker(data_parallel_size=ranks))
+    assert max(after - before for before, after in pairwise(heard)) <= 2 * LISTENED_SLICE
+    assert len(service.listeners.running) == ranks
+    service.check()
 
 
 # ---- upsert
