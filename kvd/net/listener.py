@@ -200,12 +200,9 @@ class _Reader:
 
     def _serve(self, link: Link) -> bool:
         """Applies messages in a turn without waking the task; returns False if it has work left."""
-        budget_ns = self._turns.begin_now()
-        if not budget_ns:
-            return False
         try:
             with EVENTS:
-                more = self._take(link, budget_ns)
+                more = self._take(link, self._turns.begin_now())
         except Exception as error:  # a bug: the task raises it
             self._bug = error
             return False

@@ -10,6 +10,10 @@ import trio
 # Time of all listeners together in one pass of the loop; it adds to the latency of a query.
 ROUND_NS = 2_000_000
 
+# Least time of a turn outside of a task, where rows of turns are bounded (kvd.net.arrivals): enough
+# for a few messages.
+LEAST_NS = 200_000
+
 # Messages that one listener applies in a turn: small ones take 0.1 ms, the turn itself 8 µs.
 MAX_TURN_MESSAGES = 64
 
@@ -44,14 +48,13 @@ class Turns:
             async with self._queue:
                 await trio.lowlevel.checkpoint()
                 self._left_ns = self.round_ns
-        return self.begin_now()
-
-    def begin_now(self) -> int:
-        """Begins a turn like `begin`, but returns 0, and begins none, where that would wait."""
-        if self._left_ns <= 0:
-            return 0
         self._started_ns = self.clock_ns()
         return self._left_ns
+
+    def begin_now(self) -> int:
+        """Begins a turn like `begin`, outside of a task, even if the budget is used up."""
+        self._started_ns = self.clock_ns()
+        return max(self._left_ns, LEAST_NS)
 
     def end(self) -> None:
         """Ends the turn that was begun last; the caller awaits nothing between the two calls."""
