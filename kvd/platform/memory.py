@@ -1,4 +1,4 @@
-"""Tunes the C library's allocator for this process, and makes it give back free memory.
+"""Tunes the C library's allocator and Python's collector, and gives back free memory.
 
 A heap of the C library keeps memory that was freed in it. After a burst of small messages most of
 that is in the heap of libzmq's I/O thread, which received them: 80 MB after a million.
@@ -7,6 +7,7 @@ that is in the heap of libzmq's I/O thread, which received them: 80 MB after a m
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from collections.abc import Iterator
 
@@ -27,6 +28,9 @@ CHECK_EVERY_S = 3.0  # pause between two checks of the heaps
 CHECK_SHARE = 0.001  # share of the time that these checks may take
 # Free memory, beyond what the last trim has left, that is worth another trim.
 WORTH_TRIMMING_BYTES = 4 * 1024 * 1024
+
+# Passes of the loop between two collections of young objects: 0.1 s or less where much happens.
+COLLECT_PASSES = 64
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -61,6 +65,24 @@ def glibc() -> ctypes.CDLL | None:
         return None
     libc.mallinfo2.restype = _Mallinfo2
     return libc
+
+
+class FrequentCollector(trio.abc.Instrument):
+    """Has Python's collector visit young objects often, while they are few.
+
+    By itself it begins after so many more allocations than frees. Tasks that wake up replace as
+    many objects as they free: those of 512 listeners grew to 15,000 young objects, and the next
+    small collection took 13 ms.
+    """
+
+    def __init__(self) -> None:
+        self._passes = 0
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._passes += 1
+        if self._passes == COLLECT_PASSES:
+            self._passes = 0
+            gc.collect(1)
 
 
 class Heaps:

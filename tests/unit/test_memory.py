@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 
-from kvd.platform.memory import WORTH_TRIMMING_BYTES, Heaps
+from kvd.platform.memory import (
+    COLLECT_PASSES,
+    WORTH_TRIMMING_BYTES,
+    FrequentCollector,
+    Heaps,
+)
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex
 
 PIECE = 1000  # bytes
@@ -62,3 +68,22 @@ def test_an_index_that_is_emptied_gives_its_memory_back() -> None:
     while index.sweep(1000):
         pass
     assert resident() - empty < (full - empty) / 2  # short lists of hashes are in the heap
+
+
+def test_young_objects_are_collected_after_some_passes() -> None:
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            collected.append(info["generation"])
+
+    collector = FrequentCollector()
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        for _ in range(2 * COLLECT_PASSES):
+            collector.after_io_wait(0.0)
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert collected == [1, 1]
