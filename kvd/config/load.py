@@ -405,7 +405,11 @@ def _upstream_tls(values: Mapping[str, Any]) -> UpstreamTls:
     if tls.insecure and tls.ca_file is not None:
         raise StartError("--upstream-tls-insecure and --upstream-tls-ca exclude each other")
     if tls.ca_file is not None or tls.certfile is not None:
-        for name, path in (("ca", tls.ca_file), ("certfile", tls.certfile), ("keyfile", tls.keyfile)):
+        for name, path in (
+            ("ca", tls.ca_file),
+            ("certfile", tls.certfile),
+            ("keyfile", tls.keyfile),
+        ):
             if path is not None:
                 with reading(path, f"upstream_tls_{name}"), path.open("rb"):
                     pass
