@@ -61,7 +61,7 @@ def check_replica(replica: Replica) -> None:
 
     No call may be under way at the replica.
     """
-    running = replica.tasks._tasks.keys()
-    check_agreement(replica.state, replica.registry, running)
+    check_agreement(replica.state, replica.registry, replica.tasks)
+    running = replica.tasks._tasks
     assert len(replica.wire.connections) <= len(running)
     assert len(replica.wire.monitors) <= len(running)

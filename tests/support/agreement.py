@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import RankKey
+from kvd.net.listeners import ListenerTasks
 from kvd.wire.stream_link import ListenerStatus
 
 
-def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) -> None:
-    """Fails unless all three agree; `tasks` are the ranks whose listener task runs."""
+def check_agreement(state: State, registry: Registry, tasks: ListenerTasks) -> None:
+    """Fails unless all three agree. A listener may run, or wait for the start of its task."""
     registrations = list(registry.registrations())
     known = {
         RankKey(key, *rank)
@@ -24,7 +23,7 @@ def check_agreement(state: State, registry: Registry, tasks: Iterable[RankKey]) 
         for registration in registrations
         if registration.listener.status is not ListenerStatus.PAUSED
     }
-    assert set(tasks) == listening
+    assert tasks._tasks.keys() | tasks._waiting.keys() == listening
     for partition in state.partitions.values():
         assert partition.workers, "a partition that nobody is in"
         for instance_id, dp_rank in partition.rank_keys():

@@ -106,7 +106,7 @@ async def test_an_impossible_number_of_tokens_is_ignored(tokens: int) -> None:
     assert (facts.block_size, facts.blocks, facts.context) == (1, None, None)
 
 
-def test_numbers_too_long_to_read_are_not_said() -> None:
+def test_numbers_too_long_to_read_are_left_out() -> None:
     line = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0'
     assert cache_configs(line) == [{"block_size": 16}]
     ids = longest_ids(b"[[" + b"1" * 5000 + b"]]")

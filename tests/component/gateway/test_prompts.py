@@ -99,7 +99,7 @@ async def test_images_are_in_no_tokens() -> None:
     """Only the turns before them are known, and the conversation stays where it is."""
     image = {"url": "data:image/png;base64," + "a" * 100_000}
     shown = {"role": "user", "content": [{"type": "image_url", "image_url": image}]}
-    said = [{"role": role, "content": TEXT} for role in ("user", "assistant")]
+    dialogue = [{"role": role, "content": TEXT} for role in ("user", "assistant")]
     async with fleet(EngineOptions(events=False)) as (client, inner, _):
 
         async def ask(*messages: object) -> tuple[str, ...]:
@@ -110,11 +110,11 @@ async def test_images_are_in_no_tokens() -> None:
 
         assert await ask(shown) == ("none", "load", "", "")
         assert inner.selections.choice_stats.lengths()[1] < 100  # its data is not counted
-        assert await ask(shown, *said) == ("none", "session", "", "")
-        asked = await ask(*said)
+        assert await ask(shown, *dialogue) == ("none", "session", "", "")
+        asked = await ask(*dialogue)
         assert asked[:2] == ("tokenize", "predicted")
         for _ in range(2):
-            source, decision, count, matched = await ask(*said, shown)
+            source, decision, count, matched = await ask(*dialogue, shown)
             assert source == "memory"
             assert int(asked[2]) < int(count) < int(asked[2]) + 100
             assert int(matched) == int(asked[2]) // 16 * 16

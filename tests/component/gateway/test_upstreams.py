@@ -33,7 +33,7 @@ class Answering:
     """An engine whose answers about itself a test changes: by path, 404 for others."""
 
     def __init__(self) -> None:
-        self.said = dict(VLLM)
+        self.answers = dict(VLLM)
         self.failing: set[str] = set()  # paths answered with 503
         self.silent: set[str] = set()  # paths that are not answered
 
@@ -49,9 +49,9 @@ class Answering:
                 path = head.split(b" ")[1].decode()
                 if path in self.silent:
                     await trio.sleep_forever()
-                said = self.said.get(path)
-                status = 503 if path in self.failing else 200 if path in self.said else 404
-                body = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+                answer = self.answers.get(path)
+                status = 503 if path in self.failing else 200 if path in self.answers else 404
+                body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 body = body if status == 200 else b""
                 line = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
                 await stream.send_all(line + body)
@@ -98,7 +98,7 @@ async def test_what_an_engine_cannot_say_for_a_while_is_as_before(path: str) -> 
         for _ in range(MAX_FAILURES + 1):
             await ask(upstream)
         assert upstream.facts.block_size == 16
-        engine.said["/v1/models"] = {"data": [{"id": "demo"}, {"id": "new", "parent": "demo"}]}
+        engine.answers["/v1/models"] = {"data": [{"id": "demo"}, {"id": "new", "parent": "demo"}]}
         await ask(upstream)  # what it never says does not keep the rest from being believed
         assert upstream.facts.names == ["demo", "new"]
         assert upstream.state is UpstreamState.SERVING

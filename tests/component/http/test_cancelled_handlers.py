@@ -116,7 +116,7 @@ class Daemon:
         return self.statuses[0]
 
     def check(self) -> None:
-        check_agreement(self.state, self.registry, self.tasks._tasks.keys())
+        check_agreement(self.state, self.registry, self.tasks)
         assert self.dumps.inside == 0
 
 
