@@ -79,9 +79,10 @@ class Documented:
         else:
             return None
         # The document keeps its schemas alive, so no two of them ever have the same id.
-        validator = self._validators.setdefault(
-            id(schema), Draft202012Validator(schema | self._components)
-        )
+        validator = self._validators.get(id(schema))
+        if validator is None:
+            validator = Draft202012Validator(schema | self._components)
+            self._validators[id(schema)] = validator
         error = next(iter(validator.iter_errors(value)), None)
         return error and f"{error.json_path}: {error.message[:300]}"
 
