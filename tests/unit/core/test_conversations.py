@@ -133,8 +133,8 @@ def test_parts_that_are_no_text_are_seen() -> None:
     """Only by their names, which no text can contain, as its quotes are escaped."""
     for name in ("image_url", "image", "input_audio", "audio_url", "video_url", "input_image"):
         assert has_media(packed([{"role": "user", "content": [{"type": name, name: {"a": 1}}]}]))
-        said = f'{{"type": "{name}"}} image_url "image'
-        assert not has_media(packed([{"role": "user", "content": said}]))
+        content = f'{{"type": "{name}"}} image_url "image'
+        assert not has_media(packed([{"role": "user", "content": content}]))
     for unfinished in (b"", b'"', b'[{"a":"\\"image_url\\"'):
         assert not has_media(unfinished)
 
