@@ -41,7 +41,7 @@ from kvd.shared_state.server import Client, time_of
 from kvd.shared_state.views import Views, read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
-POLL_S = 0.005  # pause between two checks for steps to write, and after steps were read
+READ_PAUSE_S = 0.005  # pause after steps were read
 FLUSH_S = 0.01  # pause between two writes: a command takes 0.2 ms of CPU, however many steps it has
 ENTRIES_AT_ONCE = 64  # entries read at once: at most 4 MiB, except with bookings of huge prompts
 
@@ -241,12 +241,9 @@ class Session:
     # ---- writing
 
     async def _write(self) -> NoReturn:
-        flushed = -FLUSH_S
         while True:
-            await trio.sleep(POLL_S)
-            now = trio.current_time()
-            if self._outbox.has_unsent and now - flushed >= FLUSH_S:
-                flushed = now
+            await trio.sleep(FLUSH_S)
+            if self._outbox.has_unsent:
                 await self.flush()
 
     async def flush(self) -> None:
@@ -315,7 +312,7 @@ class Session:
             if self._mirror.behind:
                 await self._heal()
             if found:
-                await trio.sleep(POLL_S)
+                await trio.sleep(READ_PAUSE_S)
 
     async def _take(self, position: Position, fields: Any) -> None:
         """Applies one entry, even if it is malformed, and moves the position behind it.
