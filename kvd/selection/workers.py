@@ -193,7 +193,7 @@ class Workers:
             entry = self._admission.judged(known.record)
             if not entry.reasons:
                 try:
-                    for _ in self._join(entry.record):
+                    for _ in self._join(entry.record, None):
                         pass
                     joined = True
                 except KvdError as error:  # a bound of the state, before any rank was registered
@@ -265,21 +265,23 @@ class Workers:
             leaving: list[int] = []
             if before is not None:
                 await self._fall_silent(before, after)
-                self._take_out(before)
                 leaving = [each for each in before.ranks if not _stays(before, after, each)]
+                if after is None or not self._fits_with(before, after):
+                    self._take_out(before)
+                    if after is not None:
+                        await self._drop_ranks(before, leaving)
+                        leaving = []
             if new is None and old is not None:
                 del self.entries[old.record.worker_id]
                 self._blocked.discard(old.record.worker_id)
-            if before is not None and after is not None and not self._fits_with(before, after):
-                await self._drop_ranks(before, leaving)
-                leaving = []
             if after is not None:
                 try:
-                    for _ in REQUESTS.each(self._join(after)):
+                    for _ in REQUESTS.each(self._join(after, before)):
                         await trio.lowlevel.checkpoint()
                 except KvdError as error:  # another face has taken the rank meanwhile
                     await self._fall_silent(after, None)
-                    self._take_out(after)
+                    for record in (after,) if before is None else (after, before):
+                        self._take_out(record)
                     await self._drop_ranks(after, after.ranks)
                     new = CatalogEntry(after, [str(error)], blocked=True)
             if new is not None:
@@ -346,16 +348,19 @@ class Workers:
             if number % REMOVAL_SLICE == 0:
                 yield
 
-    def _join(self, record: WorkerRecord) -> Iterator[None]:
+    def _join(self, record: WorkerRecord, before: WorkerRecord | None) -> Iterator[None]:
         """Listens to a worker's ranks and makes them selectable; raises as `register` does.
 
-        It rests at every yield; the worker becomes selectable in the last step.
+        It rests at every yield. In the last step the worker becomes selectable, and ceases to be
+        what it was `before`.
         """
         if record.key not in self._candidates:
             self._admission.check_partitions()
         assert record.block_size is not None  # or it could not be scheduled
         if self._options.uses_kv_events and not record.without_kv_events:
             yield from self._listen(record, record.block_size)
+        if before is not None:
+            self._take_out(before)
         if record.key not in self._candidates:
             settings = self._tuning.settings(*record.key)
             self._candidates[record.key] = Candidates(

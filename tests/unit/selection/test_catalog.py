@@ -399,6 +399,25 @@ async def test_ranks_that_stay_serve_while_others_leave_in_slices(nursery: trio.
     service.check()
 
 
+MANY = worker(1, data_parallel_size=3 * LISTENED_SLICE)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [replace(MANY, taints=("x",)), worker(1, data_parallel_size=9 * LISTENED_SLICE)],
+    ids=["another taint", "more ranks"],
+)
+async def test_a_worker_of_many_ranks_serves_while_it_changes(
+    new: WorkerRecord, nursery: trio.Nursery
+) -> None:
+    service = await ready(MANY)
+    nursery.start_soon(service.selections.workers.put, new)
+    while service.selections.workers.entries[1].record != new:
+        assert service.select([1, 2])["worker_id"] == 1
+        await trio.lowlevel.checkpoint()
+    service.check()
+
+
 OTHERS = worker(1, data_parallel_start_rank=2, data_parallel_size=2)
 
 
