@@ -12,7 +12,6 @@ nothing but cancellation.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable
 from time import perf_counter
 
@@ -481,11 +480,9 @@ class Connection(Transport):
         self.shared.stats.connections_waiting += 1
         try:
             persists = await route.relays(request)
-            # The head, sent before the stop, announced no end. A request that has come is answered
-            # first: after the shutdown its client would seem to have left.
-            if self.shared.stopping and not self._unread():
-                self._shut(socket.SHUT_RD)
-            return persists
+            # The head, sent before the stop, announced no end: a request that has come is answered,
+            # and none is begun that comes after this look for one.
+            return persists and not (self.shared.stopping and not self._unread())
         finally:
             self.shared.stats.connections_waiting -= 1
             self._listener.note_relayed(route, request, perf_counter() - started)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 
 import pytest
@@ -12,14 +13,18 @@ import trio
 
 from examples.engine.options import EngineOptions
 from kvd.gateway.dns_names import Wanted
+from kvd.gateway.stats import Ended
 from kvd.http.connection import Connection
 from tests.support.gateways import CHAT, engines
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 BODY = b'{"model":"demo","max_tokens":2,"messages":[{"role":"user","content":"a"}]}'
+STREAMED = BODY.replace(b"{", b'{"stream":true,', 1)
 LINES = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-ASKED = b"POST %b HTTP/1.1\r\n" % CHAT.encode() + LINES % len(BODY) + BODY
+ASKED, ASKED_STREAMED = (
+    b"POST %b HTTP/1.1\r\n" % CHAT.encode() + LINES % len(body) + body for body in (BODY, STREAMED)
+)
 
 
 async def answer(stream: trio.SocketStream) -> bytes:
@@ -73,3 +78,31 @@ async def test_a_request_at_the_last_instant(
             assert await answer(stream) == b"HTTP/1.1 200 OK"
             end(inner, connection)
             assert await answer(stream) == b""
+
+
+async def test_a_request_just_after_the_last_look_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that stops has looked for it, and ends the connection without beginning it."""
+    looks, late = Connection._unread, list[bytes]()
+
+    def looks_too_early(self: Connection) -> bool:
+        found = looks(self)
+        while late:
+            os.write(stream.socket.fileno(), late.pop())
+        return found
+
+    options = EngineOptions(events=False)
+    async with engines(options) as (engine,), inner_gateway(Wanted(engine.url)) as inner:
+        await inner.until_serving(engine.url)
+        async with await trio.open_tcp_stream(*inner.running.address) as stream:
+            await stream.send_all(ASKED_STREAMED)
+            data = bytes(await stream.receive_some())  # its head announces no end
+            (connection,) = inner.running.front._running
+            connection.shared.stopping = True
+            monkeypatch.setattr(Connection, "_unread", looks_too_early)
+            late.append(ASKED)
+            with trio.fail_after(NOT_MY_FAULT_S), suppress(trio.BrokenResourceError):
+                while piece := await stream.receive_some():
+                    data += piece
+            assert data.count(b"HTTP/1.1 ") == data.count(b"[DONE]") == 1
+            assert not late and engine.server.requests == 1
+            assert inner.stats.ended == {Ended.COMPLETE: 1}
