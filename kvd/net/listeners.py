@@ -96,7 +96,8 @@ class ListenerTasks:
         """Returns once all present listeners have begun to connect; call after `begin` is set."""
         while self._waiting:
             await trio.lowlevel.checkpoint()
-        await trio.lowlevel.checkpoint()  # the last one's task has its first step
+        for _ in range(2):  # the first step of the last one's task may come behind this one's next
+            await trio.lowlevel.checkpoint()
 
     async def _start_waiting(self) -> None:
         if self._begin is not None:
