@@ -31,7 +31,7 @@ log = get_logger("kvd.access")
 
 
 class AccessLog:
-    """Writes the access log of one face, while `on` is set."""
+    """Writes the access log of one face, while `enabled` is set."""
 
     __slots__ = ("enabled", "face")
 

@@ -94,7 +94,7 @@ class StandardEventStream:
         self._stored_before = 0
         self._orphans = 0  # events set aside because their parent is not known
         self.unlocated = 0  # events with tokens, but without their position in a prompt
-        self.conflicts = 0  # events fate base_block_idx contradicts their parent
+        self.conflicts = 0  # events whose base_block_idx contradicts their parent
 
     # ---- counts of all events, standard ones and engines' own
 
