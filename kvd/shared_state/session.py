@@ -319,33 +319,31 @@ class Session:
 
         If the session ends meanwhile, the next one applies the rest of the entry.
         """
-        is_taken = True
         self._stats.entries_read += 1
         self._read_since_view += 1
         size = sum(len(value) for value in fields.values())
         self._stats.bytes_read += size
         self._entry_bytes += (size - self._entry_bytes) / 256
         try:
-            if (settled := last_of(fields, self._mirror.writer)) is not None:
-                settled = min(settled, self._mirror.own)  # another client may have forged the entry
-                self._mirror.settled = max(self._mirror.settled, settled)
-                return
-            entry = read_entry(fields)
-            if isinstance(entry, ViewRequest):
-                if entry.writer == self._mirror.writer:
-                    self._view_wanted.set()
-            elif entry is None:
-                self._stats.unknown_form += 1
-            else:
-                await self._apply(entry, position)
+            await self._take_fields(position, fields)
         except ValueError as error:  # Unreadable, or malformed records
             self._note_unreadable(error)
-        except trio.Cancelled:
-            is_taken = False
-            raise
-        finally:
-            if is_taken:
-                self._mirror.position = max(self._mirror.position, position)
+        self._mirror.position = max(self._mirror.position, position)
+
+    async def _take_fields(self, position: Position, fields: Any) -> None:
+        """Applies the fields of an entry; raises ValueError if they are malformed."""
+        if (settled := last_of(fields, self._mirror.writer)) is not None:
+            settled = min(settled, self._mirror.own)  # another client may have forged the entry
+            self._mirror.settled = max(self._mirror.settled, settled)
+            return
+        entry = read_entry(fields)
+        if isinstance(entry, ViewRequest):
+            if entry.writer == self._mirror.writer:
+                self._view_wanted.set()
+        elif entry is None:
+            self._stats.unknown_form += 1
+        else:
+            await self._apply(entry, position)
 
     def _note_unreadable(self, error: ValueError) -> None:
         """Counts an unreadable entry and logs the first of a session."""
