@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +35,8 @@ def add_status(commands: Any) -> None:
         "status",
         status_settings,
         show_status,
+        # It asks no gateway, which lists its engines under GET /status.
+        [each for each in settings.BIND_SETTINGS if each.name != "gateway_bind"],
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
         "live requests, its rates, and the workers whose event streams are inexact. The command "
@@ -133,14 +135,16 @@ def add_reload(commands: Any) -> None:
 
 
 def _add_asking(
-    commands: Any, name: str, given: GivenSettings, command: Command, **described: str
+    commands: Any,
+    name: str,
+    given: GivenSettings,
+    command: Command,
+    faces: Sequence[parsers.Setting] = settings.BIND_SETTINGS,
+    **described: str,
 ) -> Parser:
-    """Adds a command that asks a running daemon, with the flags that all such commands have."""
+    """Adds a command that asks these faces, with the flags that all such commands have."""
     parser: Parser = commands.add_parser(name, **described)
     add_general(parser)
-    faces = settings.BIND_SETTINGS
-    if given is status_settings:  # it asks no gateway, which lists its engines under GET /status
-        faces = tuple(each for each in faces if each.name != "gateway_bind")
     add_settings(parser, faces)
     parser.add_argument(
         "--token-file",
@@ -193,6 +197,13 @@ def asking_settings(
     return {name: getattr(args, name, None) for name in names}
 
 
+def _complain_of_form(error: Exception) -> None:
+    """Says why the answers of a daemon cannot be shown: they are another version's."""
+    from kvd.cli import face_client
+
+    logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+
+
 def show_status(given: Mapping[str, object]) -> CommandResult:
     from kvd.cli import face_client, status
 
@@ -213,7 +224,7 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
         text = json.dumps(shown, indent=1) if given["json"] else text
         return f"{text}\n", status.exit_code(shown)
     except face_client.OTHER_FORM as error:
-        logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+        _complain_of_form(error)
         return "", status.UNREACHABLE
 
 
@@ -232,7 +243,7 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
     except face_client.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
     except face_client.OTHER_FORM as error:
-        logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+        _complain_of_form(error)
     return "", doctor.UNREACHABLE
 
 
@@ -255,7 +266,7 @@ def explain(given: Mapping[str, object]) -> CommandResult:
     except face_client.Unreached as error:
         logs.complain(config.StartError(f"kvd does not answer: {error}"))
     except face_client.OTHER_FORM as error:
-        logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+        _complain_of_form(error)
     return "", explaining.UNREACHABLE
 
 
