@@ -44,6 +44,20 @@ class Turns:
     def accept(self, listener: socket.socket) -> socket.socket:
         return self.stack.enter_context(listener.accept()[0])
 
+    def second_request(self) -> tuple[int, int, socket.socket]:
+        """Begins a request on a connection that was kept after an answer.
+
+        Returns the engine, the exchange and the engine's end of the connection.
+        """
+        listener, engine = self.engine()
+        first = self.relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+        stream = self.accept(listener)
+        stream.sendall(OK)
+        self.until(lambda: self.relay.ready(first))
+        self.relay.drop(first)
+        received(stream, b"{}")
+        return engine, self.relay.begin(engine, -1, REQUEST, b"{}", HOLD), stream
+
     def serve(self) -> None:
         """Serves all events that are there now."""
         while self.relay.serve_ready(1_000_000) == SOME:
@@ -138,14 +152,7 @@ def test_a_connection_is_kept_for_no_other_engine(turns: Turns, moved: bool) -> 
 
 def test_a_request_is_sent_again_to_no_other_engine(turns: Turns) -> None:
     relay = turns.relay
-    first, engine = turns.engine()
-    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
-    stream = turns.accept(first)
-    stream.sendall(OK)
-    turns.until(lambda: relay.ready(exchange))
-    relay.drop(exchange)
-    received(stream, b"{}")
-    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    engine, exchange, stream = turns.second_request()
     assert relay.stats()["reused"] == 1
     relay.remove_engine(engine)
     turns.engine()
@@ -159,14 +166,7 @@ def test_a_request_is_sent_again_to_no_other_engine(turns: Turns) -> None:
 def test_a_request_that_its_engine_has_begun_is_not_sent_again(turns: Turns) -> None:
     """A kept connection ends behind an interim head: it had not ended before the request came."""
     relay = turns.relay
-    listener, engine = turns.engine()
-    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
-    stream = turns.accept(listener)
-    stream.sendall(OK)
-    turns.until(lambda: relay.ready(exchange))
-    relay.drop(exchange)
-    received(stream, b"{}")
-    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
+    _, exchange, stream = turns.second_request()
     received(stream, b"{}")
     stream.sendall(b"HTTP/1.1 102 Processing\r\n\r\n")
     stream.close()
