@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import BenchError
-from servers import die_with_parent, end
+from servers import die_with_parent, end, environment
 
 LIVES, ROUNDS = 1000, 5
 PATIENCE_S = 120.0
@@ -43,7 +43,11 @@ class Client:
 def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, preexec_fn=die_with_parent
+            command,
+            stdout=output,
+            stderr=output,
+            env=environment(),
+            preexec_fn=die_with_parent,
         )
     try:
         yield process

@@ -27,6 +27,8 @@ from itertools import count, product
 from pathlib import Path
 from statistics import median
 
+from servers import environment
+
 ENGINES = 4
 TOKENS = 512, 16_384
 CONNECTIONS = 1, 16
@@ -52,7 +54,9 @@ class Started:
 
     def __init__(self, opened: ExitStack, module: str, *flags: str) -> None:
         command = [sys.executable, "-m", module, *flags]
-        self.process = subprocess.Popen(command, cwd=HERE, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, cwd=HERE, stderr=subprocess.DEVNULL, env=environment()
+        )
         opened.callback(self.process.wait)
         opened.callback(self.process.terminate)
 
