@@ -21,6 +21,7 @@ DEADLINES = {"head": 0.3, "body": 0.3, "idle": 0.3, "linger": 5.0}
 DRIP_S = 0.03  # between two bytes
 # Enough for a handshake and a deadline on a busy machine; without deadlines nothing would end.
 MOST_S = 30.0
+HANDSHAKES = 5  # tried in turn by one client, at most
 CLIENTS = 24  # at once
 PAUSE_S = 0.1  # between rounds of well-behaved requests
 
@@ -98,8 +99,12 @@ def test_no_connection_lasts_longer_than_its_deadlines(faces: Faces) -> None:
 
     def attack(job: tuple[str, tuple[str, str, str, bytes, list[int]]]) -> None:
         address, (phase, head, body, more, wanted) = job
-        with closing(faces.connect(address)) as sock:
-            answer, seconds = drip(sock, (head + body).encode(), more)
+        # On a busy machine the head's deadline may pass before a handshake is done.
+        for _ in range(HANDSHAKES if address.startswith("tls:") else 1):
+            with closing(faces.connect(address)) as sock:
+                answer, seconds = drip(sock, (head + body).encode(), more)
+            if answer:
+                break
         statuses = [int(each) for each in re.findall(rb"HTTP/1.1 (\d+) ", answer)]
         if wanted != [0]:  # 0: any status, for an empty body
             assert statuses == wanted, (address, head, answer)
