@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from kvd.diagnosis.evidence import Evidence, ModelEvidence, WorkerEvidence
 from kvd.diagnosis.findings import Finding, counted, found, partition_name
@@ -42,10 +43,13 @@ def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]
 def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:
     """Yields a finding for each instance with holes in its ranks, whose numbers are consecutive."""
     for instance_id, ranks in model.ranks.items():
-        missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
-        evidence = f"ranks {_some(sorted(ranks))} are registered, {_some(missing)} are not"
+        least, most = min(ranks), max(ranks)
+        # One rank with a wrong number may lie billions behind the others: only the first are named.
+        first = islice((rank for rank in range(least, most) if rank not in ranks), MOST_NAMED)
+        missing = _some(list(first), most - least + 1 - len(ranks))
+        evidence = f"ranks {_some(sorted(ranks))} are registered, {missing} are not"
         subject = f"worker {instance_id} of {partition_name(model.key)}"
-        yield found("rank_missing", subject, evidence, ranks=f"dp_rank {_some(missing)}")
+        yield found("rank_missing", subject, evidence, ranks=f"dp_rank {missing}")
 
 
 def _unschedulable(worker: WorkerEvidence) -> Finding:
@@ -62,6 +66,8 @@ def _unschedulable(worker: WorkerEvidence) -> Finding:
     return found("worker_unschedulable", subject, evidence)
 
 
-def _some(values: list[str] | list[int]) -> str:
-    more = f", and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
+def _some(values: list[str] | list[int], number: int | None = None) -> str:
+    """Returns the first values; `number` is that of all values, unless the list has all."""
+    others = (len(values) if number is None else number) - MOST_NAMED
+    more = f", and {others} more" if others > 0 else ""
     return ", ".join(map(str, values[:MOST_NAMED])) + more

@@ -236,6 +236,15 @@ def test_ranks_need_not_begin_with_0() -> None:
     assert finding.evidence == "ranks 8, 9, 11 are registered, 10 are not"
 
 
+def test_a_rank_may_have_any_number() -> None:
+    ranks = {1: frozenset({0, 2, 2**32 - 1})}
+    (finding,) = diagnose(Evidence(models=(replace(MODEL, ranks=ranks),)))
+    assert finding.evidence == (
+        "ranks 0, 2, 4294967295 are registered, 1, 3, 4, 5, and 4294967289 more are not"
+    )
+    assert finding.remedy.endswith(": dp_rank 1, 3, 4, 5, and 4294967289 more")
+
+
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
