@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.face_client import FaceClient, ask_first
-from kvd.config.parsers import Bind
+from kvd.config.parsers import U64_DIGITS, Bind
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.telemetry.logs import plain
 
@@ -92,14 +92,18 @@ def _prompt(text: str) -> Json:
     """Reads a body of /select, or token ids: a JSON array, or separated by blanks or commas."""
     if text.lstrip()[:1] not in ("{", "["):
         words = re.split(r"[\s,]+", text.strip())
-        if not all(word.isascii() and word.isdigit() for word in words):
+        if not all(map(_is_token_id, words)):
             raise WrongPrompt("a prompt is token ids, or the JSON body of POST /select")
         return {"token_ids": [int(word) for word in words]}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WrongPrompt(f"the prompt is not JSON: {error}") from None
     return found if isinstance(found, dict) else {"token_ids": found}
+
+
+def _is_token_id(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) <= U64_DIGITS
 
 
 def ask(binds: Mapping[str, Bind], client: FaceClient, body: Json) -> Json:

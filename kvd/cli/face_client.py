@@ -59,12 +59,17 @@ def reason(error: Exception) -> str:
 
 
 class _UnixConnection(HTTPConnection):
-    """A connection to a Unix socket; the host is its path."""
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        # A path given as the host would be read as HOST:PORT.
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self.host)
+        self.sock.connect(self._path)
 
 
 class FaceClient:
@@ -97,8 +102,6 @@ class FaceClient:
             OSError, HTTPException: there is no answer, or its status is not 200.
         """
         connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
-        if isinstance(bind, UnixBind):
-            headers = {"Host": "localhost", **headers}
         if body is not None:
             headers = {"Content-Type": "application/json", **headers}
         try:
@@ -117,7 +120,7 @@ class FaceClient:
 
     def _connection(self, bind: Bind, timeout_s: float) -> HTTPConnection:
         if isinstance(bind, UnixBind):
-            return _UnixConnection(bind.path, timeout=timeout_s)
+            return _UnixConnection(bind.path, timeout_s)
         host = EVERYWHERE.get(bind.host, bind.host)
         if bind.tls:
             return HTTPSConnection(host, bind.port, timeout=timeout_s, context=self._tls)

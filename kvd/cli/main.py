@@ -80,6 +80,9 @@ def _write(text: str, code: int) -> int:
     The reader of the output may leave, as `head` does: then nothing more is written. Characters
     that the output's encoding lacks, in a name for example, are escaped.
     """
+    if sys.stdout is None:  # closed, as `>&-` does
+        logs.complain(config.StartError("cannot write: standard output is closed"))
+        return EXIT_NOT_DONE
     encoding = sys.stdout.encoding or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from tests.support import http_client
 from tests.support.commands import Ended, run_command, run_each
 from tests.support.http_client import Client
 from tests.support.ports import find_free_port
-from tests.support.processes import Server
+from tests.support.processes import Server, clean_environment
 from tests.support.running import running, running_both
 
 ENDPOINT = "tcp://127.0.0.1:5557"
@@ -395,6 +397,15 @@ def test_who_reads_what_a_command_says_may_leave() -> None:
             (full, "kvd: cannot write: No space left on device\n"),
         ):
             assert run_command("config", "docs", stdout=stdout) == Ended(1, "", message)
+
+
+def test_a_command_without_standard_output_says_so() -> None:
+    command = ["sh", "-c", '"$0" -m kvd config docs >&-', sys.executable]
+    ended = subprocess.run(
+        command, env=clean_environment(), stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "kvd: cannot write: standard output is closed\n"
 
 
 def test_both_faces_are_one_process(tmp_path: Path) -> None:

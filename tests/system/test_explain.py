@@ -397,7 +397,9 @@ def test_the_command_says_what_is_wrong(
     wrong = tmp_path / "wrong"
     for text, message in (
         ("one two", "a prompt is token ids"),
+        ("1" * 5000, "a prompt is token ids"),
         ("[1, 2", "the prompt is not JSON"),
+        ("[" * 100_000, "the prompt is not JSON"),
         ('{"token_ids": []}', "no indexer for model=default"),
     ):
         wrong.write_text(text)

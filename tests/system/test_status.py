@@ -33,13 +33,13 @@ STORED = msgpack.packb([0.0, [["BlockStored", [11, 12, 13, 14], None, TOKENS, 4,
 
 @pytest.fixture(scope="module")
 def binds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """The flags of a running daemon, which has a Unix socket among its addresses."""
+    """The flags of a running daemon; one of its addresses is a Unix socket with an odd path."""
     folder = tmp_path_factory.mktemp("status")
     port = find_free_port()
     flags = [
         f"--indexer-bind=127.0.0.1:{port}",
         f"--slot-tracker-bind=127.0.0.1:{find_free_port()}",
-        f"--selection-bind=unix:{folder}/selection.sock",
+        f"--selection-bind=unix:{folder}/of the selection:1",
         f"--conductor-bind=127.0.0.1:{find_free_port()}",
     ]
     with running(folder, port, "serve", *flags):
