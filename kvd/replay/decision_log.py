@@ -7,7 +7,6 @@ ASSUMED_INTERVAL_S a token, else one token.
 
 from __future__ import annotations
 
-import json
 from array import array
 from base64 import b64decode
 from collections import Counter
@@ -23,6 +22,7 @@ from kvd.replay.recording import (
     ReplayError,
     from_zero,
     lines_of,
+    row_of,
 )
 from kvd.selection.decisions import CHOICE, END, PREFILL_COMPLETE
 from kvd.selection.phases import PREFILL_SUFFIX
@@ -91,9 +91,11 @@ class _Lives:
             self.live.pop(name).end = row
 
 
-def is_line(row: Row) -> bool:
-    """Returns whether a line is of a decision log."""
-    return "event" in row and "at" in row
+def is_log(path: Path) -> bool:
+    """Returns whether a file is a decision log, by its first line that can be read."""
+    # The newest file of a log may still be empty.
+    row = next(filter(None, _lines(files_of(path)[::-1])), None)
+    return row is not None and "event" in row and "at" in row
 
 
 def read(path: Path, limit: int | None, model: str | None) -> Recording:
@@ -101,13 +103,13 @@ def read(path: Path, limit: int | None, model: str | None) -> Recording:
     lives = _Lives()
     damaged = 0
     try:
-        for row in _lines(path):
+        for row in _lines(files_of(path)):
             if row is None:
                 damaged += 1
             else:
                 lives.take(row)
-        held = _of_one_model(path, lives.all, model)
-        held = sorted(held, key=lambda life: life.choice["at"])[:limit]
+        of_model = _of_one_model(path, lives.all, model)
+        held = sorted(of_model, key=lambda life: life.choice["at"])[:limit]
         requests = [life.request(number) for number, life in enumerate(held)]
         sizes = {life.choice["hashed_tokens"] for life in held}
         if len(sizes) != 1:
@@ -118,19 +120,19 @@ def read(path: Path, limit: int | None, model: str | None) -> Recording:
             0.0,
             max(life.choice["candidates"] for life in held),
             [life.recorded() for life in held],
-            len(lives.all) - len(held),
+            len(lives.all) - len(of_model),
             damaged,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ReplayError(f"{path}: a line of the decision log is damaged ({error!r})") from None
 
 
-def _lines(path: Path) -> Iterator[Row | None]:
+def _lines(files: Iterable[Path]) -> Iterator[Row | None]:
     """Yields the lines of all files, None for a line that a full disk or a killed kvd has cut."""
-    for file in files_of(path):
+    for file in files:
         for line in lines_of(file):
             try:
-                yield json.loads(line)
+                yield row_of(line)
             except ValueError:
                 yield None
 

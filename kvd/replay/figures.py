@@ -106,7 +106,7 @@ def _figures(
     long = [s for s, tokens in zip(first, prompts, strict=True) if tokens >= LONG_PROMPT]
     ranked = sorted(s for s in first if s == s)
     return Figures(
-        sum(cached) / sum(prompts),
+        sum(cached) / sum(prompts) if any(prompts) else nan,
         fmean(ranked) if ranked else nan,
         _percentile(ranked, 50),
         _percentile(ranked, 90),

@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from kvd.replay.recording import RecordedRequest, Recording, ReplayError, from_zero, rows
+from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 BLOCK_SIZE = 512  # tokens of a block of Mooncake's traces
 SPREAD_S = 3.0  # time after a timestamp of Mooncake's traces within which its requests came
@@ -26,7 +28,7 @@ def read(path: Path, limit: int | None) -> Recording:
     """Returns the first requests of a trace; raises ReplayError."""
     try:
         requests = [_request(number, row) for number, row in enumerate(islice(rows(path), limit))]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ReplayError(
             f"{path}: neither a trace in Mooncake's form nor a decision log ({error!r})"
         ) from None
@@ -35,11 +37,20 @@ def read(path: Path, limit: int | None) -> Recording:
 
 
 def _request(number: int, row: Mapping[str, Any]) -> RecordedRequest:
-    tokens = row["input_length"]
+    tokens = _length(row, "input_length")
     full = tuple(mixed(block) for block in row["hash_ids"][: tokens // BLOCK_SIZE])
     hashes = array("Q", full).tobytes()
     at = row["timestamp"] / 1000
-    return RecordedRequest(f"r{number}", at, tokens, row["output_length"], full, hashes)
+    if not isfinite(at):
+        raise ValueError(f"timestamp: {at}")
+    return RecordedRequest(f"r{number}", at, tokens, _length(row, "output_length"), full, hashes)
+
+
+def _length(row: Mapping[str, Any], name: str) -> int:
+    value = row[name]
+    if not isinstance(value, int) or not 0 <= value <= MAX_ISL_TOKENS:
+        raise ValueError(f"{name}: {value}")
+    return value
 
 
 def mixed(number: int) -> int:

@@ -72,11 +72,19 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        return row_of(line)
     except ValueError as error:
         raise ReplayError(f"{path}, line {number}: {error}") from None
+
+
+def row_of(line: str) -> dict[str, Any]:
+    """Returns the object of a line; raises ValueError."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("arrays or objects are nested too deeply") from None
     if not isinstance(row, dict):
-        raise ReplayError(f"{path}, line {number}: not a JSON object")
+        raise ValueError("not a JSON object")
     return row
 
 
@@ -98,4 +106,4 @@ def reusable_share(requests: Sequence[RecordedRequest], block_size: int) -> floa
                 break
             hits += block_size
         seen.update(request.blocks)
-    return hits / sum(request.input_tokens for request in requests)
+    return hits / max(1, sum(request.input_tokens for request in requests))

@@ -13,14 +13,12 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from random import Random
 
 from kvd.replay import decision_log, mooncake
 from kvd.replay.mooncake import mixed
-from kvd.replay.recording import RecordedRequest, Recording, ReplayError, Windows, rows
-from kvd.telemetry.rotating import files_of
+from kvd.replay.recording import RecordedRequest, Recording, ReplayError, Windows, lines_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +64,10 @@ class Traffic:
 @lru_cache(maxsize=4)  # all rounds and policies replay the same file
 def read(path: Path, limit: int | None = None, model: str | None = None) -> Recording:
     """Returns the content of a file, in either form; raises ReplayError."""
-    # The newest file of a log may still be empty.
-    files = files_of(path)[::-1] or [path]
-    first = next(chain.from_iterable(map(rows, files)), None)
-    if first is None:
-        raise ReplayError(f"{path}: the file is empty")
-    if decision_log.is_line(first):
+    if decision_log.is_log(path):
         return decision_log.read(path, limit, model)
+    if next(lines_of(path), None) is None:
+        raise ReplayError(f"{path}: the file is empty")
     if model is not None:
         raise ReplayError(f"{path}: --model needs a decision log: Mooncake's traces name no models")
     return mooncake.read(path, limit)

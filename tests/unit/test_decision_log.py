@@ -185,6 +185,8 @@ def test_the_most_frequent_model_is_replayed(tmp_path: Path) -> None:
     found = decision_log.read(path, None, None)
     assert (len(found.requests), found.left_out) == (4, 1)
     assert found.requests[0].blocks == (1,) and found.requests[0].output_tokens == 3
+    found = decision_log.read(path, 2, None)
+    assert (len(found.requests), found.left_out) == (2, 1)
     assert len(decision_log.read(path, None, "b").requests) == 1
     with pytest.raises(ReplayError, match="no request of model 'c'"):
         decision_log.read(path, None, "c")
@@ -298,11 +300,21 @@ async def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     logged.service.select([11, 12], 8, reservation_id="first")
     logged.lines()
     with logged.path.open("a") as log:
-        log.write('{"at":1.0,"event":"cho\n\nhalf\n')
+        log.write('{"at":1.0,"event":"cho\n\nhalf\n5\n')
     os.replace(logged.path, tmp_path / "log.1")
     logged.path.touch()  # a file that has just been created
     recording = Traffic(logged.path).recording()
-    assert (len(recording.requests), recording.damaged) == (1, 2)
+    assert (len(recording.requests), recording.damaged) == (1, 3)
+
+
+async def test_the_first_line_may_be_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"at":1.0,"event":"cho')  # of a disk that was full when the file began
+    logged = Logged(path, await ready(worker(1)))
+    logged.service.select([11, 12], 8, reservation_id="first")
+    logged.writer.close(PATIENCE_S)
+    recording = Traffic(path).recording()
+    assert (len(recording.requests), recording.damaged) == (1, 1)
 
 
 def test_what_cannot_be_a_log_is_refused(tmp_path: Path) -> None:

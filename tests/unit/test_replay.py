@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from io import StringIO
+from math import inf, nan
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -233,13 +234,26 @@ def test_prompts_can_be_made_unique_and_outputs_longer(tmp_path: Path) -> None:
     assert len({mixed(number) for number in range(1000)}) == 1000
 
 
+def trace_line(**members: object) -> str:
+    """Returns a line of a trace in Mooncake's form."""
+    row = {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}
+    return json.dumps(row | members)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "the file is empty"),
         ("{\n", "line 1"),
         ("[]\n", "line 1: not a JSON object"),
+        ("[" * 100_000, "line 1: arrays or objects are nested too deeply"),
         ('{"timestamp": 1}\n', "neither a trace in Mooncake's form nor a decision log"),
+        (trace_line(timestamp=nan), "timestamp: nan"),
+        (trace_line(timestamp=inf), "timestamp: inf"),
+        (trace_line(timestamp=10**400), "neither a trace"),
+        (trace_line(input_length=-1), "input_length: -1"),
+        (trace_line(input_length=10**30), "input_length: 1"),
+        (trace_line(output_length="many"), "output_length: many"),
     ],
 )
 def test_what_is_no_trace_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -249,6 +263,15 @@ def test_what_is_no_trace_is_refused(text: str, message: str, tmp_path: Path) ->
         read(path)
     with pytest.raises(ReplayError, match="No such file"):
         read(tmp_path / "none")
+
+
+def test_prompts_without_tokens_have_no_cached_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(trace_line(input_length=0, hash_ids=[]))
+    assert main(["replay", str(path), "--policy=kvd", "--jobs=1"]) == 0
+    assert "| kvd | – |" in capsys.readouterr().out
 
 
 # ---- fleets and routers
