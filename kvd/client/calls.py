@@ -173,8 +173,12 @@ def request_of(call: Call[Any], route: Route) -> Request:
 def encoded(body: Mapping[str, Any]) -> bytes:
     """Returns a body as JSON, without members that are None.
 
-    All kinds of sequences become arrays. Raises ValueError or TypeError for values that JSON cannot
-    express.
+    All kinds of mappings become objects, all kinds of sequences arrays. Raises ValueError or
+    TypeError for values that JSON cannot express.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    return json.dumps(given, separators=(",", ":"), allow_nan=False, default=list).encode()
+    return json.dumps(given, separators=(",", ":"), allow_nan=False, default=_plain).encode()
+
+
+def _plain(value: Any) -> dict[Any, Any] | list[Any]:
+    return dict(value) if isinstance(value, Mapping) else list(value)

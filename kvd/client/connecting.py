@@ -57,7 +57,11 @@ class Address(NamedTuple):
             if not text.removeprefix(UNIX):
                 raise ValueError(f"{text}: the path of the socket is missing")
             return cls("http://localhost", text.removeprefix(UNIX), False)
-        parts = urlsplit(text)
+        try:
+            parts = urlsplit(text)
+            _ = parts.port, httpx.URL(text)  # raise for impossible ports and characters
+        except (ValueError, httpx.InvalidURL) as error:
+            raise ValueError(f"{text}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{text}: expected http://HOST:PORT, https://HOST:PORT or unix:PATH")
         if parts.username is not None or parts.query or parts.fragment:

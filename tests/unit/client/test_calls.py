@@ -146,6 +146,8 @@ def test_what_a_call_comes_to() -> None:
     made = request_of(call, Indexer.query.route)
     assert made.body == b'{"model_name":"m","token_ids":[0,1,2]}'
     assert dict(made.headers) == {"idempotency-key": "k", "content-type": "application/json"}
+    override = types.MappingProxyType({"router_temperature": 0.5})
+    assert encoded({"of": override}) == b'{"of":{"router_temperature":0.5}}'
 
 
 def test_what_json_has_no_word_for_is_an_error() -> None:
