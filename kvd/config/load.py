@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ YES = ("1", "true", "yes", "on")
 
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
+UPSTREAM_TLS_FILES = ("upstream_tls_ca", "upstream_tls_certfile", "upstream_tls_keyfile")
 
 MAX_PASSWORD_BYTES = 4096  # bytes of a file with the password of a server
 
@@ -390,12 +391,17 @@ def _tls(values: Mapping[str, Any], binds: list[Bind]) -> TlsFiles | None:
     certfile, keyfile, client_ca = (values[name] for name in TLS_FILES)
     if certfile is None or keyfile is None:
         raise StartError("TLS needs both --tls-certfile and --tls-keyfile")
+    return TlsFiles(certfile, keyfile, client_ca, _digests(values, TLS_FILES))
+
+
+def _digests(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, bytes]:
+    """Returns the digests of the files that these settings name; raises `StartError`."""
     digests = {}
-    for name in TLS_FILES:
+    for name in names:
         if (path := values[name]) is not None:
             with reading(path, name), path.open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").digest()
-    return TlsFiles(certfile, keyfile, client_ca, digests)
+    return digests
 
 
 def _upstream_tls(values: Mapping[str, Any]) -> UpstreamTls:
@@ -405,14 +411,7 @@ def _upstream_tls(values: Mapping[str, Any]) -> UpstreamTls:
     if tls.insecure and tls.ca_file is not None:
         raise StartError("--upstream-tls-insecure and --upstream-tls-ca exclude each other")
     if tls.ca_file is not None or tls.certfile is not None:
-        for name, path in (
-            ("ca", tls.ca_file),
-            ("certfile", tls.certfile),
-            ("keyfile", tls.keyfile),
-        ):
-            if path is not None:
-                with reading(path, f"upstream_tls_{name}"), path.open("rb"):
-                    pass
+        tls = replace(tls, digests=_digests(values, UPSTREAM_TLS_FILES))
         try:
             tls.context()
         except ValueError as error:

@@ -6,13 +6,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvd.config.load import CONFIG, CONFIG_VARIABLE, TLS_FILES, Config, build, read
+from kvd.config.load import (
+    CONFIG,
+    CONFIG_VARIABLE,
+    TLS_FILES,
+    UPSTREAM_TLS_FILES,
+    Config,
+    build,
+    read,
+)
 from kvd.config.settings import SETTINGS
 from kvd.http.auth import Token
 
 
 def _digest(name: str, config: Config) -> object:
     return None if config.tls is None else config.tls.digests.get(name)
+
+
+def _upstream_digest(name: str, config: Config) -> object:
+    return config.upstream_tls.digests.get(name)
+
+
+def _gateway_kvd_token(config: Config) -> bytes | None:
+    # Several gateway processes that choose by themselves have a token of their own, and no file.
+    return None if config.values["gateway_kvd"] is None else config.gateway_kvd_token
 
 
 # Files of secrets, by setting, and what a configuration holds of their content: those that a reload
@@ -25,6 +42,8 @@ READ_AGAIN: dict[str, Callable[[Config], object]] = {
 READ_ONCE: dict[str, Callable[[Config], object]] = {
     "curve_secret_key_file": lambda config: config.curve.secret,
     "upstream_key_file": lambda config: config.upstream_key,
+    **{name: partial(_upstream_digest, name) for name in UPSTREAM_TLS_FILES},
+    "gateway_kvd_token_file": _gateway_kvd_token,
     "state_password_file": lambda config: config.state_server,
 }
 
@@ -77,6 +96,8 @@ class ConfigReader:
             config,
             curve=replace(config.curve, secret=running.curve.secret),
             upstream_key=running.upstream_key,
+            upstream_tls=running.upstream_tls,
+            gateway_kvd_token=running.gateway_kvd_token,
             state_server=running.state_server,
         )
         return Reloaded(config, tuple(changed), tuple(waiting))

@@ -16,7 +16,8 @@ import os
 import socket
 import ssl
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,6 +44,8 @@ class UpstreamTls:
     keyfile: Path | None = None
     server_name: str | None = None  # None: the host of the URL
     insecure: bool = False  # any certificate will do
+    # Digests of the files by the names of their settings: they show whether a file has changed.
+    digests: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def context(self) -> ssl.SSLContext:
         """Reads the files; raises ValueError, which names them and their settings."""

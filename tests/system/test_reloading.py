@@ -14,12 +14,13 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config.load import CONFIG, TLS_FILES, StartError, load
+from kvd.config.load import CONFIG, TLS_FILES, UPSTREAM_TLS_FILES, StartError, load
 from kvd.config.parsers import Setting
 from kvd.config.reload import ConfigReader
 from kvd.config.settings import SETTINGS
 from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
 from tests.support import exposition, http_client
+from tests.support.asking import make_client_certificates
 from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.processes import STOP_DEADLINE_S, reads
@@ -116,16 +117,21 @@ def test_files_of_tls_are_taken_over_where_there_is_tls(path: Path) -> None:
 
 
 def test_other_content_of_a_secret_that_is_read_once_waits_for_a_restart(path: Path) -> None:
-    names = ("curve_secret_key_file", "upstream_key_file", "state_password_file")
+    keys = ("upstream_key_file", "gateway_kvd_token_file", "state_password_file")
+    names = ("curve_secret_key_file", keys[0], *UPSTREAM_TLS_FILES, *keys[1:])
     files = {name: path.parent / name for name in names}
+    pems = (path.parent / name for name in ("ca.pem", "one.pem", "one.key"))
+    files |= zip(UPSTREAM_TLS_FILES, pems, strict=True)
 
     def write(key: str) -> None:
         files["curve_secret_key_file"].write_bytes(zmq.curve_keypair()[1])
-        for name in names[1:]:
+        make_client_certificates(path.parent, "one")
+        for name in keys:
             files[name].write_text(key)
 
     write("0123456789abcdef")
     text = "".join(f'{name} = "{file}"\n' for name, file in files.items())
+    text += 'gateway_bind = "127.0.0.1:0"\ngateway_kvd = ["http://127.0.0.1:1"]\n'
     again = reader(path, text + 'state_url = "redis://127.0.0.1:6379"\n')
     before = load(again.given, {})
     assert again.again(before).waiting == ()
@@ -134,6 +140,7 @@ def test_other_content_of_a_secret_that_is_read_once_waits_for_a_restart(path: P
         reloaded = again.again(before)
         assert (reloaded.changed, reloaded.waiting) == ((), names)
         before = reloaded.config
+    assert before.gateway_kvd_token == before.upstream_key == b"0123456789abcdef"
     assert "0123456789abcdef" not in repr(before)
 
 
