@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _write(text: str, code: int) -> int:
+def _write(output: str | Iterable[str], code: int) -> int:
     """Writes a command's output to standard output, and returns its exit code.
 
     The reader of the output may leave, as `head` does: then nothing more is written. Characters
@@ -84,9 +84,9 @@ def _write(text: str, code: int) -> int:
         logs.complain(config.StartError("cannot write: standard output is closed"))
         return EXIT_NOT_DONE
     encoding = sys.stdout.encoding or "utf-8"
-    text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
-        sys.stdout.write(text)
+        for text in [output] if isinstance(output, str) else output:
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
         return code
     except OSError as error:

@@ -12,7 +12,8 @@ from kvd.telemetry import logs
 from kvd.wire.urls import masked
 
 EXIT_USAGE = 2
-CommandResult = tuple[str, int]  # what a command writes to standard output, and its exit code
+# What a command writes to standard output, whole or in pieces, and its exit code.
+CommandResult = tuple[str | Iterable[str], int]
 
 # The text below the options in the help of commands with settings.
 WAYS = (

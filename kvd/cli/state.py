@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,17 +39,18 @@ def verify(path: Path) -> Result:
     return _each(path, lambda header, held: "ok")
 
 
-def export(path: Path) -> Result:
-    """Writes all of the directory to standard output as one JSON object."""
+def export(path: Path) -> tuple[Iterator[str], int]:
+    """Returns all of the directory as one JSON object, in pieces that raise StartError."""
     _check_folder(path)
+    return _pieces(path), 0
+
+
+def _pieces(path: Path) -> Iterator[str]:
     try:
-        for piece in _exported(path):
-            sys.stdout.write(piece)
-        sys.stdout.write("}\n")
-        sys.stdout.flush()
+        yield from _exported(path)
     except (OSError, Damaged, UnreadJournal) as error:
         raise StartError(f"{path}: {error}") from None
-    return "", 0
+    yield "}\n"
 
 
 def _check_folder(path: Path) -> None:

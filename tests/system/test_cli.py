@@ -388,7 +388,7 @@ def test_an_interrupt_ends_it_well_as_a_sigterm_does(kvd_process: Callable[..., 
     assert kvd_process().stop(signal.SIGINT) == 0  # all other daemons here end on SIGTERM
 
 
-def test_who_reads_what_a_command_says_may_leave() -> None:
+def test_who_reads_what_a_command_says_may_leave(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as unread, open("/dev/full", "wb") as full:
@@ -396,7 +396,8 @@ def test_who_reads_what_a_command_says_may_leave() -> None:
             (unread, ""),
             (full, "kvd: cannot write: No space left on device\n"),
         ):
-            assert run_command("config", "docs", stdout=stdout) == Ended(1, "", message)
+            for command in (["config", "docs"], ["state", "export", str(tmp_path)]):
+                assert run_command(*command, stdout=stdout) == Ended(1, "", message)
 
 
 def test_a_command_without_standard_output_says_so() -> None:
