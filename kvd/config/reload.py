@@ -16,6 +16,7 @@ from kvd.config.load import (
     read,
 )
 from kvd.config.settings import SETTINGS
+from kvd.gateway.tunnels import UpstreamTls
 from kvd.http.auth import Token
 
 
@@ -46,6 +47,13 @@ READ_ONCE: dict[str, Callable[[Config], object]] = {
     "gateway_kvd_token_file": _gateway_kvd_token,
     "state_password_file": lambda config: config.state_server,
 }
+# Settings of a running daemon whose old files are not read again: they may be gone, once the
+# settings name others. The CURVE key is needed beside the keys of replicas, which are read again.
+KEPT = (
+    *(name for name in READ_ONCE if name != "curve_secret_key_file"),
+    "peers_token_file",
+    *(each.name for each in SETTINGS if each.options_class is UpstreamTls),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +95,16 @@ class ConfigReader:
         held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
         taken = [each.name for each in differ if each.live and each.name not in held]
         changes = {name: values[name] for name in taken}
-        config = self.completed(build({**running.values, **changes}, self.environ))
+        once = {name: values[name] for name in KEPT}
+        config = self.completed(build({**running.values, **changes, **once}, self.environ))
         # A file of the same name may have other content.
         changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
         waiting = [each.name for each in differ if each.name not in changes]
         waiting = list(dict.fromkeys([*waiting, *_other(READ_ONCE, config, running)]))
         config = replace(
             config,
+            values={**config.values, **{name: running.values[name] for name in KEPT}},
+            peers_token=running.peers_token,
             curve=replace(config.curve, secret=running.curve.secret),
             upstream_key=running.upstream_key,
             upstream_tls=running.upstream_tls,

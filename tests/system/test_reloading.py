@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -142,6 +143,35 @@ def test_other_content_of_a_secret_that_is_read_once_waits_for_a_restart(path: P
         before = reloaded.config
     assert before.gateway_kvd_token == before.upstream_key == b"0123456789abcdef"
     assert "0123456789abcdef" not in repr(before)
+
+
+def test_a_file_that_is_read_once_may_be_replaced_by_another(path: Path) -> None:
+    names = ("upstream_key_file", "gateway_kvd_token_file", "peers_token_file")
+    certificates = UPSTREAM_TLS_FILES[1:]
+    for folder in ("old", "new"):
+        (path.parent / folder).mkdir()
+        make_client_certificates(path.parent / folder, "one")
+        for name in names:
+            (path.parent / folder / name).write_text("0123456789abcdef")
+
+    def text(folder: str) -> str:
+        files = {name: name for name in names}
+        files |= zip(certificates, ("one.pem", "one.key"), strict=True)
+        lines = (f'{name} = "{path.parent}/{folder}/{file}"\n' for name, file in files.items())
+        return "".join(lines)
+
+    again = reader(path, text("old"))
+    before = load(again.given, {})
+    path.write_text(text("new") + 'log_level = "debug"\n')
+    shutil.rmtree(path.parent / "old")
+    for _ in range(2):
+        reloaded = again.again(before)
+        assert set(reloaded.waiting) == {*names, *certificates}
+        assert reloaded.config.log_level == "debug"
+        before = reloaded.config
+    path.write_text('upstream_tls_insecure = true\nlog_level = "debug"\n')
+    waiting = {*names, *certificates, "upstream_tls_insecure"}
+    assert set(again.again(before).waiting) == waiting
 
 
 def test_what_a_flag_says_stays(path: Path) -> None:
