@@ -215,7 +215,10 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     faces = face_client.faces_of(values)
     if not faces:
-        logs.complain(config.StartError("every face is off"))
+        why = "every face is off"
+        if face_client.binds_of(values):
+            why += " but the gateway: GET /status there lists its engines, and `kvd doctor` asks it"
+        logs.complain(config.StartError(why))
         return "", status.UNREACHABLE
     try:
         shown = status.figures(status.check(faces, interval_s, client))

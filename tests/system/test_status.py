@@ -248,11 +248,16 @@ def test_answers_of_another_version_are_no_crash(
                 assert complaint in shown.out + shown.err
 
 
-def test_without_a_face_nothing_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_face_nothing_is_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     off = [f"--{face}-bind=off" for face in LISTS]
     for command in ("status", "doctor"):
         assert main([command, *off]) == 2
-        assert "every face is off" in capsys.readouterr().err
+        assert capsys.readouterr().err.endswith("every face is off\n")
+    monkeypatch.setenv("KVD_GATEWAY_BIND", "127.0.0.1:0")
+    assert main(["status", *off]) == 2
+    assert "every face is off but the gateway: GET /status there" in capsys.readouterr().err
 
 
 def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
