@@ -103,9 +103,11 @@ def _not_zmq(stream: StreamEvidence, evidence: str) -> Finding:
 
 
 def host_of(endpoint: str) -> str:
-    """Returns the host of an address, for a line to paste."""
+    """Returns the host of an address, for a line to paste; an IPv6 address has brackets."""
     host_port = host_and_port(endpoint)
-    return "HOST" if host_port is None else host_port[0]
+    if host_port is None:
+        return "HOST"
+    return f"[{host_port[0]}]" if ":" in host_port[0] else host_port[0]
 
 
 def _shown(received: bytes) -> str:

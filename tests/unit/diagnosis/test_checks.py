@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,7 @@ from kvd.diagnosis.evidence import (
 from kvd.diagnosis.findings import KINDS, Finding, Severity, found
 from kvd.diagnosis.questions import ENOUGH
 from kvd.model import PartitionKey
+from kvd.wire.endpoints import check_replay_endpoint
 
 M = PartitionKey("m", "default")
 STREAM = StreamEvidence(
@@ -193,6 +195,14 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
 )
 def test_events(stream: StreamEvidence, expected: list[str]) -> None:
     assert of_stream(stream) == expected
+
+
+def test_an_endpoint_to_paste_is_valid() -> None:
+    at_ipv6 = replace(LOST, endpoint="tcp://[fd00::5]:5557", replay_endpoint=None)
+    remedies = [each.remedy for each in diagnose(Evidence(streams=(at_ipv6,)))]
+    (endpoint,) = re.findall(r'register "replay_endpoint": "(.*?)"', " ".join(remedies))
+    check_replay_endpoint(endpoint)
+    assert endpoint == "tcp://[fd00::5]:5558"
 
 
 # ---- the gateway
