@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ from kvd.wire.replica import Replica, ReplicaStats
 from tests.support import exposition, http_client
 from tests.support.http_client import Client
 from tests.support.ports import find_free_port
-from tests.support.processes import Server
+from tests.support.processes import REPOSITORY, Server
 from tests.support.running import running, running_kvd
 from tests.support.selecting import Service
 from tests.support.storing_engines import TOKENS, StoringEngine
@@ -287,6 +288,15 @@ async def test_an_address_changes_on_both_faces_that_share_it(tmp_path: Path) ->
         assert faces.states() == {"registered": 2, "failed": 0, "off": 0}
         assert len(faces.service.listeners.running) == 1
         assert all(not each.reasons for each in faces.workers.listed(None, None))
+
+
+async def test_the_documented_fleet_can_be_selected(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/configuration.md").read_text()
+    (example,) = re.findall(r"^```\n(\[\[indexer\]\]\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    faces = Faces(tmp_path)
+    await faces.read(example)
+    assert faces.states() == {"registered": 3, "failed": 0, "off": 0}
+    assert [each.reasons for each in faces.workers.listed(None, None)] == [[]]
 
 
 async def test_what_is_changed_in_place_keeps_its_bookings(tmp_path: Path) -> None:
