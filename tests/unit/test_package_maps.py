@@ -11,7 +11,9 @@ from tests.support.processes import REPOSITORY
 SUFFIXES = {".py", ".pyx", ".pxd", ".hpp"}
 UNNAMED = {"__init__", "__main__", "_version"}
 PACKAGES = [
-    path.parent for room in ("kvd", "kvd_core") for path in (REPOSITORY / room).rglob("__init__.py")
+    path.parent
+    for room in ("kvd", "kvd_core", "tests/support")
+    for path in (REPOSITORY / room).rglob("__init__.py")
 ]
 # A line of a map begins with names, `journal` or `trie.hpp, rank_refs.hpp`, and two spaces.
 NAME = r"[a-z]\w*(?:\.\w+)?"
