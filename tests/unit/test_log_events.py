@@ -58,12 +58,14 @@ def documented() -> dict[str, set[str]]:
 
 
 def test_the_documentation_lists_every_event_and_no_other() -> None:
-    assert documented().keys() == written().keys() | OWN
+    listed, logged = documented().keys(), written().keys() | OWN
+    assert not logged - listed, "without a row in docs/operations.md, Log events"
+    assert not listed - logged, "a row of docs/operations.md that no call logs"
 
 
 def test_the_documentation_lists_every_field_that_a_call_names() -> None:
     listed = documented()
-    missing = {event: fields - listed[event] for event, fields in written().items()}
+    missing = {event: fields - listed.get(event, set()) for event, fields in written().items()}
     assert not any(missing.values()), missing
 
 
