@@ -19,6 +19,8 @@ async def ask(url: str, model_name: str, token_ids: list[int]) -> None:
         except Refused as refused:
             print(f"kvd does not answer that: {refused.text}")
             return
+        if not scores.instances:
+            print("no worker has cached anything yet")
         for instance, overlap in scores.instances.items():
             print(f"worker {instance} can reuse {overlap.longest_matched} tokens")
 

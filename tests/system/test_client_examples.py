@@ -39,6 +39,8 @@ async def test_ask_the_indexer(kvd: Faces, capsys: pytest.CaptureFixture[str]) -
             await ask(indexer, "m", TOKENS)
             assert "no indexer for model=m" in capsys.readouterr().out
             client.indexer.register("m", 7, engine.endpoint, block_size=BLOCK_SIZE)
+            await ask(indexer, "m", TOKENS)
+            assert capsys.readouterr().out == "no worker has cached anything yet\n"
             await trio.to_thread.run_sync(engine.subscribed.wait)
             engine.store(TOKENS)
             while 7 not in client.indexer.query("m", TOKENS).scores:  # noqa: ASYNC110
