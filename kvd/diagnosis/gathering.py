@@ -398,7 +398,7 @@ def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozen
 
 
 def _present(candidates: Candidates) -> list[int]:
-    """Returns the workers of a fleet that have a rank which can be chosen."""
+    """Returns the workers of a model and tenant that have a rank which can be chosen."""
     return [
         record.worker_id
         for record in candidates.workers.values()

@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
     @property
     def key(self) -> PartitionKey:
-        """The fleet of the model's engines."""
+        """The model and tenant of the engines, as the selection service knows them."""
         return PartitionKey(self.model, DEFAULT_TENANT)
 
 
@@ -204,7 +204,7 @@ class LocalChoices:
         return all(each is not None and each.connected for each in found)
 
     def note_prefilled(self, reservation_id: str) -> None:
-        with suppress(NotFound):  # its worker has left the fleet, with all that was booked there
+        with suppress(NotFound):  # its worker has left, with all that was booked there
             self._steps.prefill_complete(reservation_id)
 
     def note_cached(

@@ -26,7 +26,8 @@ awaits between choosing a rank and booking it.
     decay                      how the weight of a reservation's output blocks falls towards its end
     workers, worker_record, admission
                                the catalog; a worker's record; what keeps it from being scheduled
-    candidates, streams        a fleet's ranks that can be chosen; ranks whose engine has gone
+    candidates, streams        the ranks of a model and tenant that can be chosen; ranks whose
+                               engine has gone
     affinity, sessions         sessions and the ranks that they are bound to
     options, tuning            settings; changes that operators make at run time
     policies                   named costs, each a row of weights

@@ -87,7 +87,7 @@ class Admission:
         return CatalogEntry(record, [])
 
     def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
-        """Raises the error that these workers of one fleet would meet when they join it.
+        """Raises the error that these workers of one model and tenant would meet when they join it.
 
         The `leaving` workers count as gone. Raises Unavailable at a bound, and Conflict with a
         registration of another face.
@@ -122,7 +122,7 @@ class Admission:
             )
 
     def check_all(self, records: list[WorkerRecord], gone: Candidates | None) -> None:
-        """Raises an error unless all records could be scheduled after the fleet `gone` has left."""
+        """Raises an error unless all records could be scheduled after `gone` have left."""
         for record in records:
             reasons = record.reasons(records[0], uses_events=self._options.uses_kv_events)
             if reasons:

@@ -55,7 +55,7 @@ cdef class ImmediateSelection:
         return settings.c.mode != kDirect  # which needs a pinned worker
 
     def select(self, candidates not None, str reservation_id not None, expected=None):
-        """Chooses a rank for the prompt that the fleet's pool has matched, and books it.
+        """Chooses a rank for the prompt that the candidates' pool has matched, and books it.
 
         expected: tokens of output, if they can be estimated. Returns a Booked, or None and changes
         nothing if only the scheduler can serve the request.

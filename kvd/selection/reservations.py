@@ -31,7 +31,7 @@ from kvd_core.selector.selector import Pool
 
 
 class Reservations(LiveRequests[Candidates]):
-    """The live reservations of all fleets."""
+    """The live reservations of all models and tenants."""
 
     face = Face.SELECTION
 
@@ -61,9 +61,9 @@ class Reservations(LiveRequests[Candidates]):
         self._decays = decays
 
     def open_ledger(self, candidates: Candidates, block_size: int) -> None:
-        """Gives a fleet its ledger of this block size, whose loads other faces share.
+        """Gives candidates their ledger of this block size, whose loads other faces share.
 
-        Ranks of another block size must have left the fleet.
+        Ranks of another block size must have left the candidates.
         """
         if candidates.ledger_block_size == block_size:
             return
@@ -169,7 +169,7 @@ class Reservations(LiveRequests[Candidates]):
         `predicts` says that the prompt has local hashes, so that its blocks can be predicted;
         `expected` is the number of tokens of its output.
 
-        Raises Unavailable without a fleet, NotFound for a rank that the fleet does not have,
+        Raises Unavailable without candidates, NotFound for a rank that they do not have,
         Conflict on the id of a live reservation.
         """
         candidates = schedulable(self._candidates, key)

@@ -75,7 +75,7 @@ _STOPPING = "the service is stopping"
 
 
 class Scheduler:
-    """The selections of all fleets."""
+    """The selections of all models and tenants."""
 
     def __init__(
         self,
@@ -455,13 +455,13 @@ class Scheduler:
         self.drain_queues()
 
     def drain_queues(self) -> None:
-        """Serves the selections of all fleets whose awaited ranks have changed, if it can."""
+        """Serves all selections whose awaited ranks have changed, if it can."""
         if self.held:
             for candidates in self._candidates.values():
                 self.drain_queue(candidates)
 
     def drain_queue(self, candidates: Candidates) -> None:
-        """Serves the selections of one fleet whose awaited ranks have changed, in order.
+        """Serves the selections among these candidates whose awaited ranks have changed, in order.
 
         It stops after SERVED_AT_ONCE; the task of the last served selection goes on when it runs.
         """

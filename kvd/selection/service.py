@@ -153,7 +153,7 @@ class Selections:
         self.tuning.reload(options.settings)
 
     def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
-        """Returns a JSON array of every fleet's loads, sorted; None stands for any name."""
+        """Returns a JSON array of the loads of every model and tenant, sorted; None is any name."""
         rows = (
             candidates.render_loads()
             for key, candidates in sorted(self.candidates.items())

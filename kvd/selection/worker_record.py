@@ -51,7 +51,7 @@ OURS = ("curve_server_key", "without_kv_events", "prefill_tokens_per_s", "decode
 class WorkerLifecycle(StrEnum):
     """The lifecycle of a worker: whether it may be selected."""
 
-    INCOMPLETE = "incomplete"  # something is missing or contradicts its fleet
+    INCOMPLETE = "incomplete"  # something is missing or contradicts the others
     SCHEDULABLE = "schedulable"
     UNSCHEDULABLE = "unschedulable"  # all its engines have gone; the answer to DELETE says it, too
 
@@ -122,7 +122,7 @@ class WorkerRecord:
         return Addresses(endpoint, self.replay_endpoint, self.curve_server_key)
 
     def reasons(self, other: WorkerRecord | None, *, uses_events: bool) -> list[str]:
-        """Returns why the worker cannot be scheduled beside another of its fleet; [] if it can."""
+        """Returns why the worker cannot be scheduled beside `other` of its model; [] if it can."""
         return list(self._reasons(other, uses_events))
 
     def _reasons(self, other: WorkerRecord | None, uses_events: bool) -> Iterator[str]:

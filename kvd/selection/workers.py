@@ -1,6 +1,6 @@
 """The catalog of the selection service, and its changes.
 
-    POST, PUT, PATCH, DELETE ──> judged ──> leaves its fleet, joins it anew ──> selections that
+    POST, PUT, PATCH, DELETE ──> judged ──> leaves its model, joins it anew ──> selections that
                                    │                 │                           wait are served
                                    v                 v
                               Entry: reasons    listeners, ledger ranks, pool
@@ -8,7 +8,7 @@
 Changes run one after the other and may wait for listeners to end. The registry's listeners receive
 the KV events; all faces share them.
 
-A worker may be kept out of its fleet by others alone: by their block size, or because another face
+Others alone may keep a worker from being a candidate: by their block size, or because another face
 has registered its rank at another address. Such a worker is judged again whenever a worker or rank
 leaves, here or on another face.
 """
@@ -38,7 +38,7 @@ from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd_core.ledger import ledger
 
-# Workers judged again between two checkpoints, each of them against all ranks of its fleet.
+# Workers judged again between two checkpoints, each of them against all ranks of its model.
 RECONSIDERED = 64
 # Ranks whose listeners are made between two checkpoints: 0.4 ms.
 LISTENED_SLICE = 16
@@ -252,7 +252,7 @@ class Workers:
         return entry
 
     async def _replace(self, old: CatalogEntry | None, new: CatalogEntry | None) -> CatalogEntry:
-        """Replaces a worker in its fleet; ranks that stay as they are keep their bookings.
+        """Replaces a worker among its candidates; ranks that stay as they are keep their bookings.
 
         First the listeners end that the new record does not have, and those are made, in slices,
         that it has in addition. Then the ranks are exchanged in one step, after which selections
@@ -319,7 +319,7 @@ class Workers:
             await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
 
     def _take_out(self, record: WorkerRecord) -> None:
-        """Removes a worker from its fleet: its ranks cannot be chosen any more."""
+        """Removes a worker from its candidates: its ranks cannot be chosen any more."""
         candidates = self._candidates.get(record.key)
         if candidates is None:
             return

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The candidates of a fleet, and what a match with the index and the ledger finds about each."""
+"""The candidates of a model and tenant, and what index and ledger have about each for a prompt."""
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t

@@ -38,7 +38,7 @@ cdef class PromptHandler(HotHandler):
 
     # The model and tenant that the body names, as a tuple.
     cdef tuple partition_key(self)
-    # Makes the fleet's pool match the body's prompt; raises Unserved if the fleet has no worker.
+    # Makes the candidates' pool match the body's prompt; raises Unserved if there is no worker.
     cdef Pool matched_pool(self, partition_key)
 
 cdef class PotentialLoadsHandler(PromptHandler):
@@ -54,7 +54,7 @@ cdef class SelectHandler(PromptHandler):
     # The last body's usual members, and the id of its booking (None if it books nothing).
     cdef str selection_id, session_id, reservation_id
     cdef uint32_t expected   # tokens of output; kNone: not given
-    cdef bint is_matched      # the fleet's pool has matched its prompt
+    cdef bint is_matched      # the candidates' pool has matched its prompt
     cdef object receipt      # of the scheduler's booking, None without one
     cdef object queued       # the selection that waits
     cdef object booked_in    # the Candidates in which it was booked at once; None: it was not
