@@ -59,6 +59,9 @@ REQUEST_AGAIN = 0.2  # leases between two requests for the view of one writer
 GIVE_UP = 1.0  # leases after which missing steps of a process that is gone are given up
 WRITE_AGAIN = 0.1  # leases before a refused write is tried again
 
+# Difference from which the server's clock counts as set anew: ages are off by less until then.
+CLOCK_STEP_S = 0.5
+
 log = get_logger(__name__)
 
 
@@ -155,7 +158,7 @@ class Session:
         Calls `joined` when the state of the others has been read. Raises what the client raises,
         perhaps in an exception group.
         """
-        await self._set_clock()
+        await self._note_clock()
         async with trio.open_nursery() as nursery:
             await self._join()
             joined()
@@ -166,8 +169,20 @@ class Session:
         await self.flush()
         await members.leave(self._client, self._keys, self._mirror.writer)
 
-    async def _set_clock(self) -> None:
-        self._server_s = await time_of(self._client, self._keys) - trio.current_time()
+    async def _note_clock(self) -> bool:
+        """Compares the server's clock with ours; returns whether it had been set.
+
+        Between two readings the server's clock may be set, or this machine may be suspended. Ages
+        by the old difference would let other processes expire live requests. An answer that takes
+        long shows a step only if it is larger than that time.
+        """
+        before = trio.current_time()
+        server = await time_of(self._client, self._keys)
+        after = trio.current_time()
+        if server - after - CLOCK_STEP_S <= self._server_s <= server - before + CLOCK_STEP_S:
+            return False
+        self._server_s = server - (before + after) / 2
+        return True
 
     def _age_s(self, server_clock: float) -> float:
         """Returns the age in seconds of a moment of the server clock."""
@@ -459,6 +474,8 @@ class Session:
         pruned = trio.current_time()
         while True:
             await trio.sleep(TICK * self._lease_s)
+            if await self._note_clock():
+                self._view_wanted.set()  # the moments in our last one are by the clock before
             await self._settle()
             await self._announce()
             await self._note_members()

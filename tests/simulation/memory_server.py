@@ -1,7 +1,8 @@
 """A Redis server as a plain-Python model: the commands that sessions use, and ways to fail.
 
 Like a server with one process, it answers one command after the other. It may freeze, be
-unreachable, be full, be emptied, or lose its last writes, as happens when a copy takes over.
+unreachable, be full, be emptied, have its clock set, or lose its last writes, as happens when a
+copy takes over.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class MemoryServer:
         self.is_gone = False
         self.is_frozen = False
         self.is_full = False
+        self.ahead_s = 0.0  # of its clock before that of the simulation
         self._most = most_entries
         self._thawed = trio.Event()
         self._changed = trio.Event()
@@ -66,8 +68,11 @@ class MemoryServer:
         if self.is_gone or self.is_frozen:
             raise TimeoutError("the server does not answer")
 
+    def _now(self) -> float:
+        return trio.current_time() + self.ahead_s
+
     def _find(self, name: str) -> Any:
-        if self._ends.get(name, trio.current_time()) < trio.current_time():
+        if self._ends.get(name, self._now()) < self._now():
             self.values.pop(name, None)
             self._ends.pop(name, None)
         return self.values.get(name)
@@ -82,7 +87,7 @@ class MemoryServer:
                 found.setdefault(_bytes(name), value)
             return None
         assert script == "return redis.call('TIME')"
-        seconds, rest = divmod(trio.current_time(), 1)
+        seconds, rest = divmod(self._now(), 1)
         return b"%d" % seconds, b"%d" % (rest * 1e6)
 
     async def get(self, name: str) -> bytes | None:
@@ -101,7 +106,7 @@ class MemoryServer:
         self.values[name] = _bytes(value)
         self._ends.pop(name, None)
         if ex is not None or px is not None:
-            self._ends[name] = trio.current_time() + (ex or 0) + (px or 0) / 1000
+            self._ends[name] = self._now() + (ex or 0) + (px or 0) / 1000
         return True
 
     async def exists(self, names: Iterable[str]) -> int:
@@ -115,7 +120,7 @@ class MemoryServer:
     async def expire(self, name: str, seconds: int) -> bool:
         await self._enter()
         if name in self.values:
-            self._ends[name] = trio.current_time() + seconds
+            self._ends[name] = self._now() + seconds
         return name in self.values
 
     async def rpush(self, name: str, values: Iterable[bytes]) -> int:
@@ -164,7 +169,7 @@ class MemoryServer:
 
     async def xadd(self, name: str, field_values: Mapping[Any, Any], **trims: Any) -> bytes:
         await self._enter()
-        now = int(trio.current_time() * 1000)
+        now = int(self._now() * 1000)
         ms, number = self._last
         self._last = (now, 0) if now > ms else (ms, number + 1)
         fields = {_bytes(key): _bytes(value) for key, value in field_values.items()}

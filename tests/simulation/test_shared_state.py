@@ -320,6 +320,36 @@ def test_who_is_registered_is_known_before_what_is_booked(monkeypatch: pytest.Mo
     run(scenario)
 
 
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_server_whose_clock_is_set_changes_no_age(set_s: float) -> None:
+    """A replica that comes later would otherwise expire the requests of all."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        first, second = Replica(server, "first"), Replica(server, "second")
+        nursery.start_soon(first.run)
+        nursery.start_soon(second.run)
+        await trio.sleep(5)
+        for number in range(10):
+            first.book(f"r{number}", 0, [number])
+        await trio.sleep(1)
+        server.ahead_s = set_s
+        await trio.sleep(LEASE_S)
+        late = Replica(server, "late")
+        nursery.start_soon(late.run)
+        await trio.sleep(LEASE_S)
+        second.book("r10", 0, [10])
+        await trio.sleep(LEASE_S)
+        for replica in (second, late):
+            for number in range(11):
+                own = first if number < 10 else second
+                at, expected = (
+                    each.tracker.ledger.request(f"r{number}").admitted_at for each in (replica, own)
+                )
+                assert abs(at - expected) < 0.1
+
+    run(scenario)
+
+
 def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
     async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
         first = Replica(server, "first")
