@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from secrets import token_hex
 from typing import Any
 
 import msgpack
@@ -33,7 +32,7 @@ from kvd.fleet_file.parse import TABLES
 from kvd.persistence.registrations import SLICE, Registrations, wanted_of
 from kvd.shared_state.entries import FORM, Unreadable, moment_of, understanding, unpacked
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.server import Client, time_of, write_missing
+from kvd.shared_state.server import Client, time_of, write_rows
 from kvd.telemetry.logs import get_logger
 
 GONE_S = 86_400.0  # time that a removal is kept for processes that were away
@@ -285,21 +284,18 @@ class Catalog:
         for at in range(0, len(lost), WRITTEN_AT_ONCE):
             some = lost[at : at + WRITTEN_AT_ONCE]
             missing = {name: self._agreed[name].packed() for name in some}
-            if not await write(write_missing(client, keys.catalog, missing)):
+            if not await write(write_rows(client, keys, missing, only_missing=True)):
                 return False
             self.stats.written += len(missing)
         names = list(written)
         for at in range(0, len(names), WRITTEN_AT_ONCE):
             some = names[at : at + WRITTEN_AT_ONCE]
-            rows: dict[str | bytes, bytes] = {name: written[name].packed() for name in some}
-            if not await write(client.hset(keys.catalog, rows)):
+            rows = {name: written[name].packed() for name in some}
+            if not await write(write_rows(client, keys, rows)):
                 return False
+            # Not with the last row: others may change these before the next ones are accepted.
+            self._agreed |= {name: written[name] for name in some}
             self.stats.written += len(rows)
-        if (names or self._lost) and not await write(
-            client.set(keys.catalog_changes, token_hex(8))
-        ):
-            return False
-        self._agreed |= written
         self._lost.clear()
         return len(written) == len(changed)
 

@@ -9,6 +9,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from secrets import token_hex
 from typing import Any
 
 from coredis import Redis, RedisCluster, Sentinel
@@ -29,7 +30,10 @@ ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # longest time that the server may take to accept a connection
 ANSWER = 0.3  # leases that the server may take to answer; more than NEWS, its wait for entries
-WRITE_MISSING = "for i = 1, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end"
+WRITE_ROWS = """
+for i = 3, #ARGV, 2 do redis.call(ARGV[1], KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[2], ARGV[2])
+"""
 
 
 @asynccontextmanager
@@ -79,10 +83,16 @@ async def time_of(client: Client, keys: Keys) -> float:
     return int(seconds) + int(micros) / 1e6
 
 
-async def write_missing(client: Client, key: str, rows: Mapping[str, bytes]) -> None:
-    """Sets the fields that a hash does not have, and leaves the others as they are.
+async def write_rows(
+    client: Client, keys: Keys, rows: Mapping[str, bytes], *, only_missing: bool = False
+) -> None:
+    """Writes rows of the catalog and notes its change, or does neither.
 
-    It runs a script, because no command does that for several fields. Raises what the client
-    raises.
+    If `only_missing`, rows that are there stay as they are. It runs a script, so that no other
+    process changes rows that it has seen before their writer knows that they are written. Raises
+    what the client raises.
     """
-    await client.eval(WRITE_MISSING, [key], [part for row in rows.items() for part in row])
+    command = "HSETNX" if only_missing else "HSET"
+    members = [part for row in rows.items() for part in row]
+    names = [keys.catalog, keys.catalog_changes]
+    await client.eval(WRITE_ROWS, names, [command, token_hex(8), *members])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from kvd.shared_state.server import WRITE_MISSING
+from kvd.shared_state.server import WRITE_ROWS
 
 PATIENCE_S = 3.0  # time for which a client waits for an answer
 
@@ -81,10 +81,13 @@ class MemoryServer:
 
     async def eval(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
         await self._enter()
-        if script == WRITE_MISSING:
+        if script == WRITE_ROWS:
+            command, change, *members = arguments
             found = self.values.setdefault(keys[0], {})
-            for name, value in zip(arguments[::2], arguments[1::2], strict=True):
-                found.setdefault(_bytes(name), value)
+            for name, value in zip(members[::2], members[1::2], strict=True):
+                if command == "HSET" or _bytes(name) not in found:
+                    found[_bytes(name)] = value
+            self.values[keys[1]] = _bytes(change)
             return None
         assert script == "return redis.call('TIME')"
         seconds, rest = divmod(self._now(), 1)
@@ -153,12 +156,6 @@ class MemoryServer:
     async def hgetall(self, name: str) -> dict[bytes, bytes]:
         await self._enter()
         return dict(self._find(name) or {})
-
-    async def hset(self, name: str, field_values: Mapping[str, bytes]) -> int:
-        await self._enter()
-        rows = {_bytes(field): value for field, value in field_values.items()}
-        self.values.setdefault(name, {}).update(rows)
-        return len(rows)
 
     async def hdel(self, name: str, fields: Iterable[str]) -> int:
         await self._enter()

@@ -8,7 +8,7 @@ plain model, and what its own file has.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -189,6 +189,36 @@ async def test_a_comparison_that_is_cut_off_removes_nothing(
     assert not two.workers()
     await settle(server, two, one)
     assert one.workers() == two.workers() == {("selection", 1): 1}
+
+
+async def test_a_change_that_is_accepted_in_part_undoes_no_later_one(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that fills up accepts the first rows, and another replica removes one of them."""
+    monkeypatch.setattr("kvd.shared_state.catalog.WRITTEN_AT_ONCE", 2)
+    server, one, two = MemoryServer(9), Replica(tmp_path / "1"), Replica(tmp_path / "2")
+    rows = [row_of("slot_tracker", number) for number in range(4)]
+    for row in rows:
+        await one.add("slot_tracker", row)
+    accepted = 0
+
+    async def accept_first(command: Coroutine[Any, Any, None]) -> bool:
+        nonlocal accepted
+        accepted += 1
+        if accepted > 1:
+            command.close()
+            return False
+        await command
+        return True
+
+    await one.catalog.sync(server, KEYS, accept_first)  # type: ignore[arg-type]
+    await settle(server, two)
+    assert accepted == 2
+    assert two.workers() == {("slot_tracker", number): 1 for number in range(2)}
+    await two.remove("slot_tracker", rows[0])
+    await settle(server, two)
+    await settle(server, one, two)
+    assert one.workers() == two.workers() == {("slot_tracker", number): 1 for number in (1, 2, 3)}
 
 
 async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> None:
