@@ -40,6 +40,7 @@ class StateDirectory:
         """Makes the directory if it is missing, and takes it; raises InUse, or another OSError."""
         self.path = path
         self._lock = _taken(path)
+        self._replaced: dict[Content, os.stat_result] = {}  # files that were put in place
 
     def close(self) -> None:
         os.close(self._lock)
@@ -87,6 +88,13 @@ class StateDirectory:
         except FileNotFoundError:
             return False
 
+    def has_file(self, content: Content) -> bool:
+        """Returns whether the file that was put in place last is still found under its name."""
+        try:
+            return os.path.samestat(os.stat(self.file(content)), self._replaced[content])
+        except FileNotFoundError:
+            return False
+
     def begin(self, header: Header) -> NewFile:
         """Begins a file that is to take the place of another; raises OSError."""
         self._stay()
@@ -116,7 +124,9 @@ class StateDirectory:
         except BaseException:
             writing.drop()
             raise
-        return writing.finish()
+        size = writing.finish()
+        self._replaced[header.content] = os.stat(self.file(header.content))
+        return size
 
 
 class NewFile:

@@ -58,6 +58,10 @@ FRESH_S = 600.0
 # registrations that are younger.
 REGISTRATIONS_S = 0.1
 
+# Pause between two checks whether the file of registrations is still there: it may have been
+# removed, with the directory or without, and registrations may not change for long.
+REMOVED_S = 1.0
+
 # Pause between two writes of registrations or snapshots, as a multiple of the time that the last
 # write took: so the loop spends at most 5 % of its time on them.
 PAUSES = 20
@@ -278,15 +282,28 @@ class Keeper:
 
     async def _keep_registrations(self) -> NoReturn:
         written = -1
+        checked_at = self._clock()
         while True:
             changes = self._registrations.changes
             pause = REGISTRATIONS_S
+            if changes == written and self._clock() - checked_at >= REMOVED_S:
+                checked_at = self._clock()
+                if not await self._has_registrations():
+                    written = -1
             if changes != written:
                 if await self._write_registrations():
                     written = changes
                 else:
                     pause = RETRY_S
             await trio.sleep(max(pause, PAUSES * self._gathering_s))
+
+    async def _has_registrations(self) -> bool:
+        """Returns whether the next start will find the file that was written last."""
+        try:
+            return await trio.to_thread.run_sync(self._directory.has_file, Content.REGISTRATIONS)
+        except OSError as error:
+            self._failed(Content.REGISTRATIONS, error)
+            return False
 
     async def _write_registrations(self) -> bool:
         began = self._clock()

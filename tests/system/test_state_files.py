@@ -9,7 +9,8 @@ import pytest
 
 from kvd.cli.main import main
 from kvd.persistence.directory import journals
-from kvd.persistence.frames import FORMAT, MAGIC
+from kvd.persistence.frames import FORMAT, MAGIC, Content
+from kvd.persistence.reading import frames_of
 from tests.support.engines import Engine
 from tests.support.kvds import PATIENCE_S, Kvd, book, engine_of, kvd_of, prompt, settle, wait
 
@@ -84,6 +85,23 @@ def test_what_was_being_written_when_it_was_killed_is_removed(tmp_path: Path) ->
         wait(lambda: not list(kvd.state.glob("*.new")))
         holds_what_is_cached(kvd, engine)
         assert "state_refused" not in kvd.server.stderr  # type: ignore[union-attr]
+        kvd.stop()
+
+
+def test_a_directory_that_is_removed_is_filled_again(tmp_path: Path) -> None:
+    """Nothing is registered any more, yet the next start needs the worker for its booking."""
+    with kvd_of(tmp_path) as kvd:
+        assert kvd.post("slot-tracker", "/register", SLOTS).status_code == 201
+        assert book(kvd, "r1").status_code == 201
+        path = kvd.state / "registrations"
+        wait(lambda: path.exists() and frames_of(path, Content.REGISTRATIONS))
+        begun = kvd.metric("kvd_state_journals_total")
+        kvd.state.rename(tmp_path / "elsewhere")
+        wait(path.exists)
+        wait(lambda: kvd.metric("kvd_state_journals_total") > begun)
+        kvd.kill()
+        kvd.start()
+        assert kvd.metric('kvd_state_restored{kind="requests"}') == 1
         kvd.stop()
 
 
