@@ -98,7 +98,7 @@ class Registrations:
         """Returns all registrations as frames; other tasks run meanwhile."""
         made: list[bytes] = []
         rows: list[tuple[str, dict[str, Any], str]] = []
-        for table, _, members, mark in self.rows():
+        for table, _, _, members, mark in self.rows():
             rows.append((table, members, mark))
             if len(rows) == SLICE:
                 made.append(frame(ROWS, packed(rows)))
@@ -111,22 +111,23 @@ class Registrations:
             made.append(frame(PEERS, packed(peers)))
         return made
 
-    def rows(self) -> Iterator[tuple[str, Any, dict[str, Any], str]]:
+    def rows(self) -> Iterator[tuple[str, Any, object, dict[str, Any], str]]:
         """Yields each registration that a client has made.
 
-        Each comes as its table and wanted value, and the same as members of a row and a mark.
+        Each comes as its table, its wanted value and the object that stands for it (see
+        RegistrationTarget), and as members of a row and a mark.
         """
-        for table, wanted in self._all():
+        for table, wanted, known in self._all():
             if not self.is_set(table, wanted):
                 mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
-                yield table, wanted, OF_TABLE[table](wanted), mark
+                yield table, wanted, known, OF_TABLE[table](wanted), mark
 
     def is_set(self, table: str, wanted: Any) -> bool:
         """Returns whether the fleet file has registered something under the same key."""
         key = TABLES[table].key(wanted)
         return self._fleet.held(table, key) is not None
 
-    def _all(self) -> Iterator[tuple[str, Any]]:
+    def _all(self) -> Iterator[tuple[str, Any, object]]:
         faces = self._faces
         for each in faces.registry.owned_by(INDEXER):
             # The registration may have been removed since the list was made.
@@ -136,6 +137,7 @@ class Registrations:
                 yield (
                     "indexer",
                     RegisteredRank(each.key, at.endpoint, size, at.replay_endpoint, at.server_key),
+                    each,
                 )
         for row in faces.slots.workers(None, None):
             yield (
@@ -143,19 +145,20 @@ class Registrations:
                 RegisteredWorker(
                     row.key, row.worker_id, row.block_size, row.ranks.start, len(row.ranks)
                 ),
+                row.ranks,
             )
         for worker_id, entry in list(faces.selections.workers.entries.items()):
             if worker_id not in self._workers and worker_id not in faces.upstreams.each:
-                yield "selection", entry.record
+                yield "selection", entry.record, entry.record
         for publisher in list(faces.publishers):
             if faces.publishers.find(publisher.described.key) is publisher:  # it is not leaving
-                yield "conductor", publisher.described
+                yield "conductor", publisher.described, publisher
         for upstream in list(faces.upstreams):
             if CALLS in upstream.owners:
-                yield "upstream", Wanted(upstream.url, upstream.prefills)
+                yield "upstream", Wanted(upstream.url, upstream.prefills), upstream
         for replica in list(faces.replicas.all()):
             if replica.endpoint not in self._replicas:
-                yield "replica", Peer(replica.endpoint, replica.server_key)
+                yield "replica", Peer(replica.endpoint, replica.server_key), replica
 
     def router_settings(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
         """Yields the router settings that clients have made, by model and by tenant."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -59,6 +59,7 @@ class CatalogRow:
     members: str  # JSON with sorted keys; empty if the registration was removed
     mark: str  # see kvd.persistence.registrations
     gone_at: float  # when it was removed, by the server's clock; 0 if it was not
+    known: object = None  # stands for the registration here (see RegistrationTarget)
 
     def packed(self) -> bytes:
         content: bytes = msgpack.packb([FORM, self.table, self.members, self.mark, self.gone_at])
@@ -135,9 +136,11 @@ class Catalog:
     async def _here(self) -> dict[Field, CatalogRow]:
         """Returns the registrations of clients here; other tasks run meanwhile."""
         found: dict[Field, CatalogRow] = {}
-        for number, (table, wanted, members, mark) in enumerate(self._registrations.rows(), 1):
+        for number, (table, wanted, known, members, mark) in enumerate(
+            self._registrations.rows(), 1
+        ):
             if table != "replica":
-                row = CatalogRow(table, json.dumps(members, sort_keys=True), mark, 0.0)
+                row = CatalogRow(table, json.dumps(members, sort_keys=True), mark, 0.0, known)
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
@@ -216,24 +219,27 @@ class Catalog:
         target = self._targets.get(row.table)
         if target is None and row.table != ROUTER_SETTINGS:
             return self._failed
+        known = None if mine is None else mine.known
         try:
             if target is None:
                 return self._apply_settings(field, mine, row)
             if mine is not None and not row.is_like(mine):
                 before = wanted_of(mine.table, mine.members, mine.mark)
+                if not target.holds(before, known):
+                    return None  # a client has removed or replaced it meanwhile
                 if not row.members or not target.can_change(
                     before, wanted_of(row.table, row.members, row.mark)
                 ):
-                    await target.remove(before)
+                    await target.remove(before, known)
                     self.stats.removed += 1
-                    mine = None
+                    mine = known = None
             if row.members and not row.is_like(mine):
                 wanted = wanted_of(row.table, row.members, row.mark)
                 if self._registrations.is_set(row.table, wanted):
                     return self._covered
-                await target.add(wanted, over=mine is not None)
+                await target.add(wanted, over=mine is not None, known=known)
                 self.stats.added += 1
-        except NotFound:  # a client has removed it meanwhile
+        except NotFound:  # a client has removed or replaced it meanwhile
             return None
         except Misdirected:  # this process does not serve that model
             return self._failed
@@ -294,7 +300,7 @@ class Catalog:
             if not await write(write_rows(client, keys, rows)):
                 return False
             # Not with the last row: others may change these before the next ones are accepted.
-            self._agreed |= {name: written[name] for name in some}
+            self._agreed |= {name: replace(written[name], known=None) for name in some}
             self.stats.written += len(rows)
         self._lost.clear()
         return len(written) == len(changed)

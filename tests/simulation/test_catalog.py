@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from kvd.config.load import Config
 from kvd.fleet_file.follower import FleetFileFollower
@@ -219,6 +219,26 @@ async def test_a_change_that_is_accepted_in_part_undoes_no_later_one(
     await settle(server, two)
     await settle(server, one, two)
     assert one.workers() == two.workers() == {("slot_tracker", number): 1 for number in (1, 2, 3)}
+
+
+async def test_a_removal_elsewhere_leaves_what_a_client_has_registered_meanwhile(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The removal waits for its turn behind a client that replaces the worker."""
+    server, one, two = MemoryServer(9), Replica(tmp_path / "1"), Replica(tmp_path / "2")
+    row = row_of("selection", 1)
+    await one.add("selection", row)
+    await settle(server, one, two)
+    await one.remove("selection", row)
+    await settle(server, one)
+    workers, later = two.selections.workers, _wanted("selection", row_of("selection", 1, 2))
+    async with trio.open_nursery() as nursery, workers._changing:
+        nursery.start_soon(workers.put, later)
+        await wait_all_tasks_blocked()
+        nursery.start_soon(two.sync, server)
+        await trio.sleep(1)
+    await settle(server, two, one)
+    assert one.workers() == two.workers() == {("selection", 1): 2}
 
 
 async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> None:
