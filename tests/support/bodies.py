@@ -146,9 +146,13 @@ class Refusals:
     def valid(self, path: str) -> bytes:
         return json.dumps(self._bodies.posts[path][0]).encode()
 
-    def with_member(self, path: str, member: str, value: str) -> bytes:
-        """Returns a valid body in which one member has another value, given as JSON."""
-        members = {**self._bodies.posts[path][0], member: 0}
+    def with_member(self, path: str, member: str, value: str, **others: str) -> bytes:
+        """Returns a valid body in which one member has another value, given as JSON.
+
+        `others` replace members that the valid body has.
+        """
+        valid = self._bodies.posts[path][0]
+        members = {name: others.get(name, valid[name]) for name in valid} | {member: 0}
         return json.dumps(members).replace(f'"{member}": 0', f'"{member}": {value}').encode()
 
     def refused(self, path: str, bodies: dict[str, bytes], status: int, **more: str) -> list[str]:
@@ -197,6 +201,13 @@ class Refusals:
         for member, values in self._bodies.unfit[path].items():
             bodies = {
                 f"{member}: {value[:30]}": self.with_member(path, member, value) for value in values
+            }
+            # A model that is unknown too does not hide what is wrong with the body.
+            bodies |= {
+                f"{name}, unknown model": self.with_member(
+                    path, member, value, model_name="unknown"
+                )
+                for name, value in zip(list(bodies), values, strict=True)
             }
             for error in self.refused(path, bodies, 422):
                 assert error.startswith(member), error

@@ -41,14 +41,15 @@ cdef class QueryHandler(HotHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
         self.body.require_array(0)
-        partition = self.partition()
         lora_name, cache_salt = self.body.optional_text(kLora), self.body.optional_text(kCacheSalt)
         cdef bint streams = self.body.optional_flag(kStreams)
+        partition = self.partition()
         cdef PrefixIndex index = partition.index
         answer = index.query_tokens(self.body, 0, lora_name, cache_salt)
         return with_streams(answer, partition, self.registry) if streams else answer
 
     cdef object partition(self):
+        """Called last: an invalid body gets the same failure for every model."""
         model_name, tenant_id = self.body.text(kModel), self.body.tenant(kTenant)
         partition = self.partitions.get((model_name, tenant_id))
         return self.state.partition(model_name, tenant_id) if partition is None else partition
@@ -67,8 +68,8 @@ cdef class HashQueryHandler(QueryHandler):
         self.body.read(body, size)
         self.body.require_array(0)
         self.body.optional_text(kCacheSalt)
-        partition = self.partition()
         cdef bint streams = self.body.optional_flag(kStreams)
+        partition = self.partition()
         cdef PrefixIndex index = partition.index
         answer = index.query_hashes(self.body, 0)
         return with_streams(answer, partition, self.registry) if streams else answer

@@ -55,6 +55,7 @@ cdef class SlotHandler(HotHandler):
         self.observers = slots.moments.subscribers
 
     cdef object tracker(self):
+        """Called last: an invalid body gets the same failure for every model."""
         model_name, tenant_id = self.body.text(kModel), self.body.tenant(kTenant)
         tracker = self.trackers.get((model_name, tenant_id))
         return self.slots.tracker(model_name, tenant_id) if tracker is None else tracker
@@ -84,7 +85,6 @@ cdef class AddHandler(SlotHandler):
         cdef uint64_t worker_id = self.body.uint(kWorkerId, U64_MAX)
         cdef uint64_t dp_rank = self.body.uint(kDpRank, U32_MAX)
         key = None if request is None else bodies.retry_key(request)
-        # Looked up last: an invalid body gets the same failure with or without a tracker.
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
         admission.rank = ledger.find_rank(worker_id, dp_rank)
@@ -122,9 +122,9 @@ cdef class StepHandler(SlotHandler):
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
+        cdef string_view request_id = self.body.id_bytes(kRequestId)
         tracker = self.tracker()
         cdef Ledger ledger = tracker.ledger
-        cdef string_view request_id = self.body.id_bytes(kRequestId)
         cdef RequestId live = ledger.find_request(request_id)
         if live == kNone or self.replicas or self.observers:
             self.track(tracker, id_text(request_id))
@@ -173,8 +173,9 @@ cdef class PotentialLoadsHandler(SlotHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
         self.body.require_array(0)
+        cdef uint64_t tokens = new_tokens(self.body, kProjectedTokens)
         cdef Ledger ledger = self.tracker().ledger
-        return ledger.project(self.body, new_tokens(self.body, kProjectedTokens))
+        return ledger.project(self.body, tokens)
 
 
 cdef class LoadsHandler(HotHandler):
