@@ -215,6 +215,25 @@ def test_null_is_absence_where_a_member_is_optional(client: Client) -> None:
     assert client.post("/select", json=body).status_code == 200
 
 
+@pytest.mark.parametrize("unusual", [{}, {"explain": True}])
+def test_a_booking_without_another_id_has_that_of_its_selection(
+    client: Client, unusual: dict[str, Any]
+) -> None:
+    body = PROMPT | unusual | {"selection_id": "s"}
+    answer = client.post("/select_and_reserve", json=body)
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["selection_id"], answer.json()["reservation_id"]) == ("s", "s")
+    assert client.post("/select_and_reserve", json=body).status_code == 409
+    # Beside another id it only labels the answer.
+    answer = client.post("/select_and_reserve", json=body | {"reservation_id": "r"})
+    assert answer.json()["reservation_id"] == "r"
+    # An empty one, which fits into no path, names nothing.
+    answer = client.post("/select_and_reserve", json=body | {"selection_id": ""})
+    for booked in ("s", "r", answer.json()["reservation_id"]):
+        assert client.post(f"/reservations/{booked}/prefill_complete").status_code == 200
+        assert client.delete(f"/reservations/{booked}").status_code == 200
+
+
 def test_null_is_absence_of_a_prompt_in_another_form(client: Client) -> None:
     absent = {"block_hashes": None, "sequence_hashes": None, "isl_tokens": None}
     tokens = {"model_name": MODEL, "token_ids": [1, 2, 3, 4]}

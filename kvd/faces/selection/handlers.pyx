@@ -304,6 +304,8 @@ cdef class SelectHandler(PromptHandler):
     cdef object read_booking(self, ask, request):
         """Reads the id of the booking, or makes one; returns the Retry if there is a key for it."""
         given = self.body.optional_text(kReservationId)
+        if given is None:
+            given = self.selection_id or None  # Dynamo's only id, which every later step names
         if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
             choosing.check_booking(ask, given)
         retry = None if request is None else retry_of(request, given)
