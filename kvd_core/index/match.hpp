@@ -15,6 +15,12 @@
 // A rank with window groups (hybrid models) can reuse a prefix only if each group still holds the
 // last blocks of it: its device depth is the deepest that satisfies all of them.
 //
+// A query with a cache salt makes two passes: one by the salted hashes, for ranks whose streams
+// announce salts, and one by the plain hashes for the others. Publishers always announce salts, so
+// a worker's rank may get something from both: its own stream's blocks, and those of the
+// publishers' ranks that count as it. Each pass starts from nothing, and then each tier has the
+// larger of the two depths.
+//
 // A conductor's rank with window groups that counts as a worker's is first matched by itself. The
 // worker's rank then gets the larger of the two device depths.
 //
@@ -26,6 +32,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "index/index.hpp"
@@ -48,6 +55,7 @@ class Match {
   void reset(const Index& index) {
     for (const RankId id : touched_) depth_[id] = Entry();
     touched_.clear();
+    before_.clear();
     frequencies_.clear();
     any_external_ = false;
     if (depth_.size() < index.rank_end()) depth_.resize(index.rank_end());
@@ -58,9 +66,11 @@ class Match {
     path_.find(tree, locals, n);
     if (index.place_by_prompt(path_.last(tree), locals, path_.met(), n))
       path_.find(tree, locals, n);
+    put_pass_aside();
     match_device(index, filter);
     apply_windows(index, filter);
     match_below(index, filter);
+    take_larger_depths();
   }
 
   Depth depth(RankId id) const { return depth_[id].depth; }
@@ -101,6 +111,25 @@ class Match {
     } else {
       each(rank.alias_of);
     }
+  }
+
+  void put_pass_aside() {
+    for (const RankId id : touched_) {
+      before_.push_back({id, depth_[id]});
+      depth_[id] = Entry();
+    }
+    touched_.clear();
+  }
+
+  void take_larger_depths() {
+    for (const auto& [id, before] : before_) {
+      Entry& entry = touch(id);
+      entry.depth.device = std::max(entry.depth.device, before.depth.device);
+      entry.depth.host = std::max(entry.depth.host, before.depth.host);
+      entry.depth.disk = std::max(entry.depth.disk, before.depth.disk);
+      entry.before_external = std::max(entry.before_external, before.before_external);
+    }
+    before_.clear();
   }
 
   Entry& touch(RankId id) {
@@ -166,42 +195,36 @@ class Match {
 
   void match_below(const Index& index, SaltFilter filter) {
     static constexpr LayerId kHost = 1, kDisk = 2, kExternal = 3;
-    start_from(index, filter, &Depth::device, &Depth::host);
+    start_from(&Depth::device, &Depth::host);
     extend(index, kHost, filter, &Depth::host);
-    end_with_chunks(index, filter, &Depth::device, &Depth::host);
-    start_from(index, filter, &Depth::host, &Depth::disk);
+    end_with_chunks(index, &Depth::device, &Depth::host);
+    start_from(&Depth::host, &Depth::disk);
     extend(index, kDisk, filter, &Depth::disk);
     if (index.held(kExternal) != 0) {
-      stand_before_external(index, filter);
+      stand_before_external();
       extend(index, kExternal, filter, &Depth::disk);
     }
-    end_with_chunks(index, filter, &Depth::host, &Depth::disk);
+    end_with_chunks(index, &Depth::host, &Depth::disk);
   }
 
-  void end_with_chunks(const Index& index, SaltFilter filter, uint32_t Depth::* above,
-                       uint32_t Depth::* here) {
+  void end_with_chunks(const Index& index, uint32_t Depth::* above, uint32_t Depth::* here) {
     if (!index.chunked()) return;
     for (const RankId id : touched_) {
       const Rank& rank = index.rank(id);
-      if (rank.chunk <= 1 || !counts(rank, filter)) continue;
+      if (rank.chunk <= 1) continue;
       Depth& depth = depth_[id].depth;
       depth.*here = std::max(depth.*above, depth.*here - depth.*here % rank.chunk);
     }
   }
 
   // A tier starts where the rank stands on the tier above.
-  void start_from(const Index& index, SaltFilter filter, uint32_t Depth::* above,
-                  uint32_t Depth::* here) {
-    for (const RankId id : touched_) {
-      if (counts(index.rank(id), filter)) depth_[id].depth.*here = depth_[id].depth.*above;
-    }
+  void start_from(uint32_t Depth::* above, uint32_t Depth::* here) {
+    for (const RankId id : touched_) depth_[id].depth.*here = depth_[id].depth.*above;
   }
 
-  void stand_before_external(const Index& index, SaltFilter filter) {
+  void stand_before_external() {
     any_external_ = true;
-    for (const RankId id : touched_) {
-      if (counts(index.rank(id), filter)) depth_[id].before_external = depth_[id].depth.disk;
-    }
+    for (const RankId id : touched_) depth_[id].before_external = depth_[id].depth.disk;
   }
 
   void extend(const Index& index, LayerId layer, SaltFilter filter, uint32_t Depth::* field) {
@@ -270,7 +293,8 @@ class Match {
 
   Path path_;
   std::vector<Entry> depth_;
-  std::vector<RankId> touched_;
+  std::vector<RankId> touched_;                   // in this pass; after it, in both
+  std::vector<std::pair<RankId, Entry>> before_;  // depths of the pass before
   std::vector<uint32_t> frequencies_;
   bool any_external_ = false;
 };

@@ -525,6 +525,31 @@ def test_salted_blocks_stay_apart_on_every_face(fleet: Fleet) -> None:
     assert salted == {(7, 0): (3, 3, 3)}
 
 
+def test_a_salted_query_counts_what_publishers_and_the_worker_s_own_stream_announced(
+    fleet: Fleet,
+) -> None:
+    fleet.state.add_rank(RankKey(KEY, 7, 0), BLOCK_SIZE)
+    _, publication = fleet.publisher("7")
+    salted = ["secret"]
+    publication.apply(batch([*STORED, None, [salted, None, None]]))
+    last = ["BlockStored", [4], 3, TOKENS[12:], BLOCK_SIZE, None, "CPU", None, [salted]]
+    publication.apply(batch(last))
+    scanner = BodyScanner({"token_ids": "u32"})
+    scanner.scan(json.dumps({"token_ids": TOKENS}).encode())
+
+    def reached() -> tuple[int, int, int]:
+        index = fleet.state.partition(*KEY).index
+        row = json.loads(index.query_tokens(scanner, 0, None, "secret"))["instances"]["7"]
+        return row["gpu"], row["cpu"], row["disk"]
+
+    assert reached() == (12, 16, 16)
+    worker = fleet.state.partition(*KEY).workers[7]
+    worker.store(0, [10], LOCALS[:1])  # its own stream has not shown that it announces salts
+    assert reached() == (12, 16, 16)
+    publication.apply(batch(["BlockRemoved", [1], "GPU"]))
+    assert reached() == (4, 4, 4)
+
+
 def test_other_block_sizes_lie_beside(fleet: Fleet) -> None:
     four, publication = fleet.publisher("7")
     publication.apply(batch(STORED))
