@@ -423,8 +423,8 @@ class Relay {
 
   ExchangeId take() {
     if (free_.empty()) {
+      free_.reserve(exchanges_.size() + 1);  // so that `drop` never allocates
       exchanges_.push_back(std::make_unique<Exchange>());
-      free_.reserve(exchanges_.size());  // so that `drop` never allocates
       free_.push_back(static_cast<uint32_t>(exchanges_.size() - 1));
     }
     const uint32_t slot = free_.back();

@@ -109,9 +109,16 @@ cdef class Relay:
             engine, client_fd, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head),
             PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), hold,
         )
-        self.bodies[exchange] = body
-        self.core.clear_notices()
-        return exchange
+        cdef object number
+        try:
+            number = exchange
+            self.bodies[number] = body
+        except MemoryError:
+            self.core.drop(exchange)  # or it would send the memory that the body had
+            raise
+        finally:
+            self.core.clear_notices()
+        return number
 
     def ready(self, uint64_t exchange):
         """Returns whether an answer waits to be forwarded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ import pytest
 import trio
 
 from kvd.gateway.exchanges import ExchangeFailed, RelayLimits
-from kvd_core.relay.relay import ExchangeOutcome
+from kvd_core.relay.relay import NO_CLIENT, ExchangeOutcome, Relay
 from tests.support.relaying import Script, relaying
 from tests.support.zmtp_fakes import until
 
@@ -363,3 +364,22 @@ async def test_an_answer_before_the_request_is_sent_counts() -> None:
         answer = await exchanges.ask(engine, REQUEST, body, HOLD)
         assert (answer.status, answer.held) == (413, b"no")
         assert exchanges.relay.idle(engine) == 0
+
+
+def test_an_exchange_that_python_has_no_memory_for_does_not_go_on() -> None:
+    """It would send memory that the request's body had, but has no longer."""
+    heap = pytest.importorskip("_testcapi", reason="makes single allocations fail")
+    relay = Relay(lambda exchange: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        engine = relay.add_engine("127.0.0.1", server.getsockname()[1])
+        for allocation in itertools.count():
+            heap.set_nomemory(allocation, allocation + 1)
+            try:
+                relay.begin(engine, NO_CLIENT, REQUEST, b"{}", HOLD)
+            except MemoryError:
+                assert len(relay) == 0
+            else:
+                break
+            finally:
+                heap.remove_mem_hooks()
+    assert (len(relay), allocation > 0) == (1, True)
