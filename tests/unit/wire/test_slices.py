@@ -258,7 +258,7 @@ def test_the_rest_of_a_batch_goes_with_what_it_was_for(batch: bytes, ending: str
     elif ending == "remove":
         source.remove_all()
     else:
-        assert publication.apply(msgpack.packb([0, [["AllBlocksCleared"]]])) == 0
+        assert apply_whole(publication, msgpack.packb([0, [["AllBlocksCleared"]]])) == 0
     if ending != "remove":
         assert publication.advance() == 0
     while index.sweep(10_000):
