@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import quart
+import trio
 from quart.routing import QuartRule
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
@@ -21,7 +22,7 @@ from werkzeug.routing import BaseConverter
 
 from kvd.errors import KvdError
 from kvd.http.answer import require_json, unexpected
-from kvd.http.asgi import FOUND, KNOWN, AsgiApp
+from kvd.http.asgi import FOUND, KNOWN, AsgiApp, Send
 from kvd.http.context import ServerContext
 from kvd.http.errors import INTERNAL_ERROR, Failures
 from kvd.http.limits import HttpLimits
@@ -48,8 +49,15 @@ class SpelledRequest(TrioRequest):
 class CountedExchange(TrioASGIHTTPConnection):
     """One request and its answer; the steps of its Quart task count as those of requests."""
 
-    async def handle_request(self, *of_quart: Any) -> None:
-        await REQUESTS.steps_of(super().handle_request(*of_quart))
+    async def handle_request(  # type: ignore[override]  # that of quart-trio, which is untyped
+        self, nursery: trio.Nursery, request: quart.Request, send: Send
+    ) -> None:
+        try:
+            await REQUESTS.steps_of(super().handle_request(nursery, request, send))
+        finally:
+            # The traceback of a 404 or 405 leads back to the request: a cycle, which might wait
+            # long for a full collection, and which anybody can make.
+            request.routing_exception = None
 
 
 class Segment(BaseConverter):

@@ -73,7 +73,10 @@ class AsgiExchange:
                 self._transport.shared.stats.handler_bugs += 1
                 log.exception("application_failed", path=request["path"])
         if self._lost is not None:
-            raise self._lost
+            try:
+                raise self._lost
+            finally:
+                self._lost = None  # its traceback has this frame: a cycle
         if self._ended.is_set():
             return
         if self._scope.cancelled_caught:

@@ -307,6 +307,7 @@ class Connection(Transport):
         outcome = self._advance(self._rest)
         if outcome is not None:
             self.wake(outcome)
+        del outcome  # the frames of a failure's traceback lead back to this one: a cycle
 
     async def _serve(self) -> None:
         self.enter(ConnectionPhase.IDLE)
@@ -343,7 +344,10 @@ class Connection(Transport):
                 await trio.lowlevel.wait_task_rescheduled(self._unpark)
                 outcome, self._outcome = self._outcome, None
             if isinstance(outcome, Exception):
-                raise outcome
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # its traceback has this frame: a cycle with the request
             assert outcome is not None
             self.buffer, self._rest = outcome.received, outcome.rest
             if outcome.unsent:

@@ -125,7 +125,10 @@ class RelayedRequest:
                 failure = error  # raised below, where no nursery makes a group of it
             nursery.cancel_scope.cancel()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # its traceback has this frame: a cycle with the request
         if not came:
             raise ConnectionResetError("the client left before its answer")
         return came[0]

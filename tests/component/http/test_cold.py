@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import trio
 
+from kvd.http.asgi import AsgiExchange
 from tests.support.serving import serving
 
 
@@ -18,3 +21,39 @@ async def test_cold_requests_that_come_first_at_once_are_all_answered() -> None:
         for _ in range(3):
             nursery.start_soon(ask)
     assert statuses == [200] * 3
+
+
+async def test_a_request_for_no_route_needs_no_collector_to_go() -> None:
+    """Full collections are rare, and anybody can send such requests."""
+    async with serving() as running:
+        async with running.client() as client:
+            assert (await client.request("GET", "/app/health")).status == 200  # loads it
+        await running.until_empty()
+        gc.collect()
+        gc.disable()
+        try:
+            async with running.client() as client:
+                for method, path, status in (("GET", "/none", 404), ("DELETE", "/app/echo", 405)):
+                    assert (await client.request(method, path)).status == status
+            await running.until_empty()
+            assert not [one for one in gc.get_objects() if isinstance(one, AsgiExchange)]
+        finally:
+            gc.enable()
+
+
+async def test_a_client_that_left_a_cold_request_needs_no_collector_to_go() -> None:
+    async with serving() as running:
+        async with running.client() as client:
+            assert (await client.request("GET", "/app/health")).status == 200  # loads it
+        await running.until_empty()
+        gc.collect()
+        gc.disable()
+        try:
+            async with running.narrow_client() as client:
+                await client.send(b"GET /app/big HTTP/1.1\r\nhost: kvd\r\n\r\n")
+                await running.until(requests_app=2)
+                client.reset()
+            await running.until_empty()
+            assert not [one for one in gc.get_objects() if isinstance(one, AsgiExchange)]
+        finally:
+            gc.enable()
