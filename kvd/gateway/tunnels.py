@@ -7,6 +7,10 @@ ends without a byte, another engine may be tried; if it is not read, the engine 
 relay closes it, the request is aborted. So a tunnel sends nothing of its own: where there is no
 engine, or its certificate is not valid, the connection just ends. `problem` says why, and
 `unanswered` is the outcome that a plain connection with this fault would have.
+
+Unix sockets have no reset. So where the engine has ended its side as TLS demands, by a
+close_notify, the tunnel ends its own side and waits for the relay; where the engine was reset or
+its bytes just stop, the tunnel closes both sides. The relay takes that for a reset.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -114,12 +119,16 @@ class Tunnel:
                 self.problem, self.unanswered = _reason(error), outcome_of(error)
                 return
             self.problem, self.unanswered = None, ExchangeOutcome.NO_ANSWER
+            is_ended = False
             try:
                 async with trio.open_nursery() as both:
-                    both.start_soon(_pass_on, near, far, both.cancel_scope)
-                    both.start_soon(_pass_on, far, near, both.cancel_scope)
+                    both.start_soon(_send, near, far, both.cancel_scope)
+                    is_ended = await _pass_on(far, near)
+                    both.cancel_scope.cancel()
             finally:
                 await trio.aclose_forcefully(far)
+            if is_ended:
+                await _end(near)
 
     async def _connected(self) -> trio.SSLStream[trio.SocketStream]:
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
@@ -128,10 +137,7 @@ class Tunnel:
             with trio.fail_after(self._connect_s):
                 await plain.connect((self.address, self._port))
                 stream = trio.SocketStream(plain)  # without Nagle
-                # Engines send no close_notify at the end; answers have a length or chunks.
-                far = trio.SSLStream(
-                    stream, self._context, server_hostname=self._server_name, https_compatible=True
-                )
+                far = trio.SSLStream(stream, self._context, server_hostname=self._server_name)
                 await far.do_handshake()
                 return far
         except BaseException:
@@ -139,16 +145,30 @@ class Tunnel:
             raise
 
 
-async def _pass_on(
-    source: trio.abc.ReceiveStream, sink: trio.abc.SendStream, both: trio.CancelScope
+async def _send(
+    near: trio.SocketStream, far: trio.SSLStream[trio.SocketStream], both: trio.CancelScope
 ) -> None:
-    """Passes bytes on until either side ends, which ends the other direction as well."""
+    """Passes requests on; where the relay or the engine takes no more, the tunnel is over."""
+    await _pass_on(near, far)
+    both.cancel()
+
+
+async def _pass_on(source: trio.abc.ReceiveStream, sink: trio.abc.SendStream) -> bool:
+    """Passes bytes on; returns whether the source has ended, False if either side is broken."""
     try:
         while data := await source.receive_some(RECEIVE_BYTES):
             await sink.send_all(data)
     except trio.BrokenResourceError:
-        pass  # the relay counts how the exchange has ended
-    both.cancel()
+        return False  # the relay counts how the exchange has ended
+    return True
+
+
+async def _end(near: trio.SocketStream) -> None:
+    """Ends this side of the relay's connection, and waits until the relay has closed it."""
+    with suppress(trio.BrokenResourceError):
+        await near.send_eof()
+        while await near.receive_some(RECEIVE_BYTES):
+            pass  # the rest of a request that the engine has answered without it
 
 
 def _is_ours(near: trio.SocketStream) -> bool:

@@ -22,7 +22,7 @@
 // A body without a length or chunks ends with its connection. For a stream of events that proves
 // little: an engine that dies ends it just like one that has said all. So Python gets kClosed and
 // judges by the last event. A reset connection has not ended its body, unless the engine answered
-// before it had taken the whole request.
+// before it had taken the whole request; nor has one that a tunnel to an engine behind TLS cuts.
 //
 // Engine connections are kept for the next request to the same engine, for at most `idle_ns`. They
 // stay in the epoll set, so a request need not add them; an event on a connection that nobody uses
@@ -656,7 +656,7 @@ class Relay {
     }
     if (silent) return end(id, ExchangeOutcome::kNoAnswer);
     if (x.phase <= ExchangePhase::kHead || !x.decoder.ends_by_close() ||
-        (is_reset && !x.is_early)) {
+        ((is_reset || is_cut(x)) && !x.is_early)) {
       return end(id, ExchangeOutcome::kBroken);
     }
     if (x.head.events && x.client_fd != kNoSocket) {
@@ -670,6 +670,16 @@ class Relay {
     } else {
       complete(id);
     }
+  }
+
+  // Whether the other end of a Unix socket, which has no reset, was closed without being shut down
+  // before: so a tunnel to an engine behind TLS shows that the engine's bytes were cut. Then
+  // nothing can be sent any more, not even no byte.
+  static bool is_cut(const Exchange& x) {
+    sockaddr_storage address{};
+    socklen_t size = sizeof address;
+    getsockname(x.engine_fd, reinterpret_cast<sockaddr*>(&address), &size);
+    return address.ss_family == AF_UNIX && send(x.engine_fd, "", 0, MSG_NOSIGNAL) < 0;
   }
 
   // Keeps the engine's connection for the next request, or closes it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from examples.engine.options import EngineOptions
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.tunnels import UpstreamTls
+from kvd.http.transport import FORGETFUL
 from tests.support.gateways import Running, engines, tls_of
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.serving import Reply
@@ -122,4 +124,46 @@ async def test_a_client_that_does_not_read_stops_an_engine_behind_tls(certificat
             assert sent < PIECES
             reply = await client.read_reply()
         assert (reply.status, reply.body) == (200, PIECE * PIECES)
+        nursery.cancel_scope.cancel()
+
+
+UNBOUNDED = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{}"
+
+
+async def end_well(stream: trio.SSLStream[trio.SocketStream]) -> None:
+    await stream.aclose()  # with a close_notify
+
+
+async def stop(stream: trio.SSLStream[trio.SocketStream]) -> None:
+    await trio.aclose_forcefully(stream)
+
+
+async def reset(stream: trio.SSLStream[trio.SocketStream]) -> None:
+    stream.transport_stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, FORGETFUL)
+    await trio.aclose_forcefully(stream)
+
+
+@pytest.mark.parametrize(("end", "status"), [(end_well, 200), (stop, 502), (reset, 502)])
+async def test_a_body_that_ends_with_its_connection_is_whole_if_the_engine_says_so(
+    certificate: Path,
+    end: Callable[[trio.SSLStream[trio.SocketStream]], Awaitable[None]],
+    status: int,
+) -> None:
+    async def serve(stream: trio.SSLStream[trio.SocketStream]) -> None:
+        # The gateway may close connections of its own probes; only the client's answer counts.
+        with contextlib.suppress(trio.BrokenResourceError):
+            if (await stream.receive_some()).startswith(b"POST"):
+                await stream.send_all(UNBOUNDED)
+                await end(stream)
+
+    async with served(certificate) as (inner, one), trio.open_nursery() as nursery:
+        one.end()
+        listen = partial(trio.serve_ssl_over_tcp, serve, one.port, tls_of(certificate))
+        await nursery.start(partial(listen, host=one.host))
+        reply = await ask(inner)
+        assert reply.status == status
+        if status == 200:
+            assert reply.body == b"{}"
+        else:
+            assert "an answer was broken off" in json.loads(reply.body)["error"]["message"]
         nursery.cancel_scope.cancel()
