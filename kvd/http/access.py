@@ -4,8 +4,9 @@
         trace_id=4bf92f3577b34da6a3ce929d0e0e4736 request_id=...
 
 No line has names of clients or engines, query values or bodies: `path` is the route's, or `-` if
-no route has the path. The ids are the client's, if they are well-formed: the trace id of its
-`traceparent` (W3C Trace Context, level 1) and its `x-request-id`, which the answer repeats.
+no route has the path. Of a request that is refused for its head, `method` is `-` as well. The ids
+are the client's, if they are well-formed: the trace id of its `traceparent` (W3C Trace Context,
+level 1) and its `x-request-id`, which the answer repeats.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from kvd.http.messages import Headers
 from kvd.telemetry.logs import get_logger
 
-NO_ROUTE = "-"
+UNKNOWN = "-"
 REQUEST_ID = b"x-request-id"
 TRACEPARENT = b"traceparent"
 _LOGGED = (REQUEST_ID, TRACEPARENT)
@@ -56,7 +57,7 @@ class AccessLog:
         fields = {
             "face": self.face,
             "method": method,
-            "path": path or NO_ROUTE,
+            "path": path or UNKNOWN,
             "status": status,
             "duration_ms": round(seconds * 1000, 3),
             "bytes": 0 if method == "HEAD" else size,

@@ -367,12 +367,19 @@ class Connection(Transport):
     async def _serve_next(self) -> bool:
         """Serves the request that has come; returns whether the connection persists."""
         if self._rest is None:
-            return await self._serve_request(await self._read_head())
+            return await self._serve_request(await self._wanted_head())
         rest, self._rest = self._rest, None
         return await rest.rest()
 
-    async def _read_head(self) -> Head | None:
+    async def _wanted_head(self) -> Head | None:
         """Returns the next head, None if the client left in the middle of it."""
+        try:
+            return await self._read_head()
+        except Refusal as refusal:
+            self._listener.context.note_no_head(refusal)
+            raise
+
+    async def _read_head(self) -> Head | None:
         data = self.buffer
         end = data.find(HEAD_END) + len(HEAD_END)
         if not len(HEAD_END) <= end <= self.shared.limits.head_bytes or data[0] in b"\r\n":

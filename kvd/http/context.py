@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvd.http.access import AccessLog
+from kvd.http.access import UNKNOWN, AccessLog
 from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.errors import PLAIN, Failures, Refusal
 from kvd.http.head import Head
@@ -37,3 +37,11 @@ class ServerContext:
             assert isinstance(body, bytes)
             echo = self.access.note(method, path, status, 0.0, len(body), head.headers)
             refusal.headers = [*refusal.headers, *echo]
+
+    def note_no_head(self, refusal: Refusal) -> None:
+        """Logs a request that is refused for its head, of which nothing is believed."""
+        if self.access.enabled:
+            body = self.failures.refused(refusal).body
+            assert isinstance(body, bytes)
+            size = 0 if refusal.silent else len(body)
+            self.access.note(UNKNOWN, None, refusal.status, 0.0, size, [])
