@@ -75,6 +75,7 @@ class _Reader:
     """Applies the messages of one listener."""
 
     __slots__ = (
+        "_ask_from",
         "_backlog",
         "_bug",
         "_flaw_logged",
@@ -84,6 +85,7 @@ class _Reader:
         "_replayer",
         "_restarts_logged",
         "_spare_until",
+        "_spared_restarts",
         "_turns",
     )
 
@@ -102,7 +104,10 @@ class _Reader:
         self._ready = ready
         self._replayer = replayer
         self._turns = turns
-        self._spare_until = 0.0  # monotonic seconds; no replay is requested before
+        # Monotonic seconds: no missing batches are requested before, and no idle engine is asked
+        # before. An unanswered question has held no batch up, so it spares no gap its replay.
+        self._spare_until = self._ask_from = 0.0
+        self._spared_restarts = 0  # of the stream when a replay last brought nothing
         self._restarts_logged = listener.stats.restarts
         self._flaw_logged = listener.batches.last_flaw  # one from before a pause is logged already
         self._log = log
@@ -266,8 +271,8 @@ class _Reader:
 
     async def _ask(self, link: Link) -> None:
         """Finds out whether a reconnected engine is the same; waits while it is spared requests."""
-        if trio.current_time() < self._spare_until:
-            with trio.move_on_at(self._spare_until):
+        if trio.current_time() < self._ask_from:
+            with trio.move_on_at(self._ask_from):
                 await link.wait()
         else:
             await self._meanwhile(link, self._put_question)
@@ -278,19 +283,23 @@ class _Reader:
         await self._replay()
         await self._finish()
         if listener.catch_up.asks:  # the engine has not answered
-            self._spare(ASK_AGAIN_S)
+            pause_s = max(self._replayer.options.spare_s, ASK_AGAIN_S)
+            self._ask_from = trio.current_time() + pause_s
         self._log_flaw()
 
-    def _spare(self, at_least_s: float = 0.0) -> None:
-        pause_s = max(self._replayer.options.spare_s, at_least_s)
-        self._spare_until = trio.current_time() + pause_s
+    @property
+    def _is_spared(self) -> bool:
+        """Returns whether a replay has just brought nothing, and no other engine came since."""
+        is_same = self._spared_restarts == self._listener.stats.restarts
+        return is_same and trio.current_time() < self._spare_until
 
     async def _replay(self) -> ReplayEnd | None:
         """Fetches the batches that `catch_up` wants; None if no replay was requested."""
         listener = self._listener
         if listener.replay_endpoint is None or not listener.catch_up.wanted():
             return None
-        if trio.current_time() < self._spare_until:
+        asks = listener.catch_up.held is None
+        if not asks and self._is_spared:
             listener.stats.spared_replays += 1
             return None
         replayed = listener.stats.replayed
@@ -301,6 +310,9 @@ class _Reader:
         count = listener.stats.replayed - replayed
         if count:
             self._log.info("batches_replayed", count=count, ended=end)
-        elif end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):
-            self._spare()
+        elif not asks and end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):
+            self._spare_until = self._ask_from = (
+                trio.current_time() + self._replayer.options.spare_s
+            )
+            self._spared_restarts = listener.stats.restarts
         return end

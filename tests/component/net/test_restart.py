@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Callable
 
@@ -9,11 +10,19 @@ import pytest
 import trio
 import zmq
 
-from tests.support.listening import HASTY, Listening
-from tests.support.replay_servers import ReplayServer, four_frames, silent, three_frames
+from kvd.net.replay import Replayer, ReplayOptions
+from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
+from tests.support.replay_servers import (
+    ReplayServer,
+    four_frames,
+    silent,
+    three_frames,
+    without_end,
+)
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 Publish = Callable[..., Publisher]
+SPARING = dataclasses.replace(HASTY_REPLAYS, spare_s=600.0)
 
 
 class Engine:
@@ -67,11 +76,15 @@ def engine(context: zmq.Context, publish: Publish, nursery: trio.Nursery) -> Eng
 
 
 async def listen(
-    engine: Engine, context: zmq.Context, nursery: trio.Nursery, replay: bool = True
+    engine: Engine,
+    context: zmq.Context,
+    nursery: trio.Nursery,
+    replay: bool = True,
+    replays: ReplayOptions = HASTY_REPLAYS,
 ) -> Listening:
     listening = Listening(engine.worker.endpoint, engine.server.endpoint if replay else None)
     listening.ready.set()
-    nursery.start_soon(listening.run, context, HASTY)
+    nursery.start_soon(listening.run, context, HASTY, Replayer(context, HASTY, replays))
     await engine.worker.subscribed()
     return listening
 
@@ -153,6 +166,61 @@ async def test_who_does_not_answer_is_asked_again(
     engine.server.answer = four_frames
     await until(lambda: health_and_restarts(listening) == ("recovering", 1))
     assert now_held(listening) == []
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+async def test_an_unanswered_question_spares_no_gap_its_replay(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, is_same: bool
+) -> None:
+    """A server that was not up yet when the idle engine was asked answers at the next gap."""
+    listening = await listen(engine, context, nursery, replays=SPARING)
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+    kept = dict(engine.server.buffer)
+    engine.server.answer = silent
+    await engine.restart()
+    if is_same:
+        engine.life, engine.server.buffer = 0, kept
+    await until(lambda: ended(listening) == ["silent"])
+    engine.server.answer = three_frames
+    engine.keep(*range(5 if is_same else 0, 7))
+    engine.send(7)
+    await until(lambda: now_held(listening) == engine.batches(8))
+    assert health_and_restarts(listening) == ("exact", 0 if is_same else 1)
+
+
+async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_next_gap(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery, replays=SPARING)
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+    kept = dict(engine.server.buffer)
+    engine.server.answer = without_end
+    await engine.restart()
+    engine.life, engine.server.buffer = 0, kept
+    await until(lambda: ended(listening) == ["silent"])
+    engine.keep(5, 6)
+    engine.send(7)
+    await until(lambda: len(listening.applied) == 8)
+    assert (listening.applied, health_and_restarts(listening)) == (engine.batches(8), ("exact", 0))
+
+
+async def test_a_restarted_engine_is_not_spared_for_the_silence_of_the_old_one(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery, replays=SPARING)
+    engine.send(*range(10))
+    engine.server.answer = silent
+    engine.send(12)
+    await until(lambda: len(listening.applied) == 11)
+    engine.server.answer = three_frames
+    engine.server.buffer.clear()
+    engine.life = 1
+    engine.keep(*range(5))
+    engine.send(5, 6, 7)
+    await until(lambda: now_held(listening) == engine.batches(8))
+    assert health_and_restarts(listening) == ("exact", 1)
 
 
 async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
