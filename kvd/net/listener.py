@@ -305,8 +305,11 @@ class _Reader:
         replayed = listener.stats.replayed
         end = await self._replayer.fetch(listener)
         self._log_restart()
-        if end is ReplayEnd.OTHER_ENGINE:
+        # The new engine is asked for all its batches. That answer shows yet another engine only if
+        # the connection was lost meanwhile.
+        while end is ReplayEnd.OTHER_ENGINE:
             end = await self._replayer.fetch(listener)
+            self._log_restart()
         count = listener.stats.replayed - replayed
         if count:
             self._log.info("batches_replayed", count=count, ended=end)

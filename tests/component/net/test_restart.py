@@ -13,6 +13,7 @@ import zmq
 from kvd.net.replay import Replayer, ReplayOptions
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replay_servers import (
+    END_SEQ,
     ReplayServer,
     four_frames,
     silent,
@@ -129,6 +130,36 @@ async def test_it_comes_back_and_says_nothing(
     engine.send(kept)
     await until(lambda: now_held(listening) == engine.batches(kept + 1))
     assert health_and_restarts(listening) == ("exact", 1)
+
+
+async def test_it_restarts_again_while_it_is_asked(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    listening = await listen(engine, context, nursery)
+    stats = listening.listener.stats
+    engine.send(*range(5))
+    await until(lambda: len(listening.applied) == 5)
+
+    async def ending(server: ReplayServer, start: int, reply: Callable[..., None]) -> None:
+        if start:
+            return reply([END_SEQ, b""])
+        first, second = engine.batches(2)
+        reply([bytes(8), first])
+        await until(lambda: now_held(listening) == [first])
+        server.answer = three_frames
+        await engine.restart()
+        await until(lambda: stats.losses == 2)
+        engine.keep(0, 1)
+        reply([(1).to_bytes(8), second])
+
+    engine.server.answer = ending
+    await engine.restart()
+    await until(lambda: stats.restarts == 2 and now_held(listening) == engine.batches(2))
+    await until(lambda: health_and_restarts(listening) == ("exact", 2))
+    assert engine.server.requests == [4, 0, 0, 0, 1]
+    engine.send(2)
+    await until(lambda: now_held(listening) == engine.batches(3))
+    assert (health_and_restarts(listening), stats.crashes) == (("exact", 2), 0)
 
 
 @pytest.mark.parametrize("missed", [0, 3, 1000])
