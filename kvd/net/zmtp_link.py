@@ -135,6 +135,7 @@ class ZmtpLink:
             if fault not in (LOST, NO_HANDSHAKE):
                 return f"{fault}: {endpoint}"
             await self._pause(pause_s)
+            await self._arrivals.take_turn()
             pause_s = min(2 * pause_s, options.reconnect_max_s)
         return self._given_up
 

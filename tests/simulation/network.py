@@ -506,6 +506,9 @@ class SimulatedArrivals:
     def __init__(self) -> None:
         self._waits: dict[SimulatedSubscriber, trio.CancelScope] = {}
 
+    async def take_turn(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def wait(self, subscriber: SimulatedSubscriber, serve: Callable[[], bool]) -> None:
         with trio.CancelScope() as self._waits[subscriber]:
             await subscriber.readable()

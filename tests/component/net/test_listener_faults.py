@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -18,6 +20,7 @@ from tests.support.zmtp_fakes import (
     large_frame,
     message,
     ready,
+    reserved_endpoint,
     serve_fake,
     shake_hands,
     until,
@@ -109,6 +112,39 @@ async def test_a_peer_that_says_nothing_is_tried_again_on_the_same_socket(
     assert (listener.status, listener.stats.failures, listener.stats.losses) == ("pending", 0, 0)
     assert listener.link.last_error == f"handshake failed: {fake.endpoint}"
     assert listener.link.disconnected_since is None
+
+
+class SocketsMade(trio.abc.SocketFactory, trio.abc.Instrument):
+    """Counts the sockets made in all, and the most made between two waits for I/O."""
+
+    def __init__(self) -> None:
+        self.count = self.most = self._now = 0
+
+    def socket(self, *kind: int) -> trio.socket.SocketType:
+        self.count += 1
+        self._now += 1
+        self.most = max(self.most, self._now)
+        return trio.socket.from_stdlib_socket(socket.socket(*kind))
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._now = 0
+
+
+async def test_engines_that_were_lost_together_are_connected_to_one_after_the_other(
+    listen: Listen,
+) -> None:
+    made = SocketsMade()
+    trio.socket.set_custom_socket_factory(made)
+    trio.lowlevel.add_instrument(made)
+    with reserved_endpoint() as endpoint:
+        for _ in range(20):
+            listen(endpoint)
+        await until(lambda: made.count >= 20)
+        made.most = 0
+        # Holds up the loop, so that all pauses end at once.
+        time.sleep(2 * HASTY.reconnect_max_s)  # noqa: ASYNC251
+        await until(lambda: made.count >= 100)
+    assert made.most == 1
 
 
 async def test_an_endpoint_that_cannot_be_connected_is_failed(listen: Listen) -> None:
