@@ -24,6 +24,7 @@ from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 Publish = Callable[..., Publisher]
 SPARING = dataclasses.replace(HASTY_REPLAYS, spare_s=600.0)
+PATIENT = ReplayOptions(idle_s=NOT_MY_FAULT_S, total_s=NOT_MY_FAULT_S, spare_s=0.0)
 
 
 class Engine:
@@ -81,11 +82,11 @@ async def listen(
     context: zmq.Context,
     nursery: trio.Nursery,
     replay: bool = True,
-    replays: ReplayOptions = HASTY_REPLAYS,
+    replayer: Replayer | None = None,
 ) -> Listening:
     listening = Listening(engine.worker.endpoint, engine.server.endpoint if replay else None)
     listening.ready.set()
-    nursery.start_soon(listening.run, context, HASTY, Replayer(context, HASTY, replays))
+    nursery.start_soon(listening.run, context, HASTY, replayer)
     await engine.worker.subscribed()
     return listening
 
@@ -135,7 +136,8 @@ async def test_it_comes_back_and_says_nothing(
 async def test_it_restarts_again_while_it_is_asked(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery)
+    replayer = Replayer(context, HASTY, PATIENT)
+    listening = await listen(engine, context, nursery, replayer=replayer)
     stats = listening.listener.stats
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
@@ -204,7 +206,8 @@ async def test_an_unanswered_question_spares_no_gap_its_replay(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, is_same: bool
 ) -> None:
     """A server that was not up yet when the idle engine was asked answers at the next gap."""
-    listening = await listen(engine, context, nursery, replays=SPARING)
+    replayer = Replayer(context, HASTY, SPARING)
+    listening = await listen(engine, context, nursery, replayer=replayer)
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
     kept = dict(engine.server.buffer)
@@ -213,6 +216,7 @@ async def test_an_unanswered_question_spares_no_gap_its_replay(
     if is_same:
         engine.life, engine.server.buffer = 0, kept
     await until(lambda: ended(listening) == ["silent"])
+    replayer.set_options(PATIENT)
     engine.server.answer = three_frames
     engine.keep(*range(5 if is_same else 0, 7))
     engine.send(7)
@@ -223,7 +227,8 @@ async def test_an_unanswered_question_spares_no_gap_its_replay(
 async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_next_gap(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery, replays=SPARING)
+    replayer = Replayer(context, HASTY, SPARING)
+    listening = await listen(engine, context, nursery, replayer=replayer)
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
     kept = dict(engine.server.buffer)
@@ -231,6 +236,7 @@ async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_nex
     await engine.restart()
     engine.life, engine.server.buffer = 0, kept
     await until(lambda: ended(listening) == ["silent"])
+    replayer.set_options(PATIENT)
     engine.keep(5, 6)
     engine.send(7)
     await until(lambda: len(listening.applied) == 8)
@@ -240,11 +246,13 @@ async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_nex
 async def test_a_restarted_engine_is_not_spared_for_the_silence_of_the_old_one(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery, replays=SPARING)
+    replayer = Replayer(context, HASTY, SPARING)
+    listening = await listen(engine, context, nursery, replayer=replayer)
     engine.send(*range(10))
     engine.server.answer = silent
     engine.send(12)
     await until(lambda: len(listening.applied) == 11)
+    replayer.set_options(PATIENT)
     engine.server.answer = three_frames
     engine.server.buffer.clear()
     engine.life = 1
