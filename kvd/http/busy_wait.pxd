@@ -7,7 +7,10 @@ cdef class BusyWait:
     cdef int64_t _longest_ns          # longest wait without sleeping; 0: always sleep
     cdef double _prompt               # share of the last 8 waits or so that ended within that
     cdef int64_t _credit_ns, _at      # time that may still be lost, as of `_at`
-    cdef int64_t _checked_at, _switches, _busy_until, _pause_ns
+    # Of the last check whether the machine is busy: when it was, and all time awake until then.
+    cdef int64_t _checked_at, _checked_awake_ns
+    cdef int64_t _taken_ns            # since that check, of the time awake: others had the core
+    cdef int64_t _busy_until, _pause_ns
     cdef readonly int64_t found_ns, lost_ns
 
     # Waits until one descriptor is readable; returns what poll(2) does.

@@ -11,8 +11,10 @@ known without trying whether staying awake would pay.
 
 1. It pays while most of the last waits were shorter than the longest that is allowed.
 2. Waits in vain take at most LOST_SHARE of a core, whatever the clients do.
-3. If the kernel takes the core away from this thread, the machine has other work, and busy waits
-   pause.
+3. Where others run on the core in much of the time that it waits awake, the machine has other work,
+   or the client has no other core: busy waits pause. Two polls in a row that lie further apart than
+   a poll takes show it. Counting how often the kernel takes the core away does not: on an idle
+   machine its own threads do so a hundred times a second, for some microseconds each.
 """
 from kvd.telemetry.stretches cimport now_ns
 
@@ -25,13 +27,6 @@ cdef extern from "<poll.h>" nogil:
         short revents
     int poll(pollfd* fds, unsigned long count, int timeout_ms)
 
-cdef extern from "<sys/resource.h>" nogil:
-    enum:
-        RUSAGE_THREAD
-    struct rusage:
-        long ru_nivcsw
-    int getrusage(int who, rusage* usage)
-
 # Share of a core that waits in vain may take, at most.
 LOST_SHARE = 0.02
 
@@ -41,7 +36,8 @@ cdef int64_t kMostCredit = 2 * kMs     # most time to lose in a row: some forty 
 cdef int64_t kWakeNs = 60000           # by which a wait asleep is longer than one awake
 cdef double kWeight = 1 / 8.0          # of the last wait in the mean `_prompt`
 cdef int64_t kCheckNs = 20 * kMs        # pause between two checks whether the machine is busy
-cdef long kSwitches = 2                # involuntary switches between two checks: it is busy
+cdef int64_t kTakenNs = 5000            # between two polls: others had the core; a poll takes 0.5 us
+cdef double kTakenShare = 0.25          # of the time awake that others had: the machine is busy
 # Pause without busy waits after a check that found the machine busy; it doubles each time that the
 # next check does, too.
 cdef int64_t kLeastPauseNs = 250 * kMs
@@ -68,7 +64,7 @@ cdef class BusyWait:
 
     cdef int wait(self, int fd, int timeout_ms) noexcept nogil:
         cdef pollfd watched
-        cdef int64_t began, now
+        cdef int64_t began, polled, now
         cdef int ready
         cdef bint is_prompt
         watched.fd = fd
@@ -78,8 +74,11 @@ cdef class BusyWait:
         began = now = now_ns()
         if self._pays(began):
             while True:
+                polled = now
                 ready = poll(&watched, 1, 0)
                 now = now_ns()
+                if now - polled > kTakenNs:
+                    self._taken_ns += now - polled
                 if ready or now - began >= self._longest_ns:
                     break
             if ready:
@@ -102,18 +101,15 @@ cdef class BusyWait:
         return self._prompt > 0.5 and self._credit_ns > 0 and not self._is_machine_busy(now)
 
     cdef bint _is_machine_busy(self, int64_t now) noexcept nogil:
-        cdef rusage usage
+        cdef int64_t awake_ns = self.found_ns + self.lost_ns
         if now < self._busy_until:
             return True
         if now - self._checked_at < kCheckNs:
             return False
-        getrusage(RUSAGE_THREAD, &usage)
-        # Switches since a check long ago do not show whether the machine is busy now.
-        if now - self._checked_at < 2 * kCheckNs:
-            if usage.ru_nivcsw - self._switches >= kSwitches:
-                self._busy_until = now + self._pause_ns
-                self._pause_ns = min(2 * self._pause_ns, kMostPauseNs)
-            else:
-                self._pause_ns = kLeastPauseNs
-        self._checked_at, self._switches = now, usage.ru_nivcsw
+        if self._taken_ns > kTakenShare * (awake_ns - self._checked_awake_ns):
+            self._busy_until = now + self._pause_ns
+            self._pause_ns = min(2 * self._pause_ns, kMostPauseNs)
+        else:
+            self._pause_ns = kLeastPauseNs
+        self._checked_at, self._checked_awake_ns, self._taken_ns = now, awake_ns, 0
         return now < self._busy_until
