@@ -36,8 +36,8 @@ cdef int64_t kMostCredit = 2 * kMs     # most time to lose in a row: some forty 
 cdef int64_t kWakeNs = 60000           # by which a wait asleep is longer than one awake
 cdef double kWeight = 1 / 8.0          # of the last wait in the mean `_prompt`
 cdef int64_t kCheckNs = 20 * kMs        # pause between two checks whether the machine is busy
-cdef int64_t kTakenNs = 5000            # between two polls: others had the core; a poll takes 0.5 us
-cdef double kTakenShare = 0.25          # of the time awake that others had: the machine is busy
+cdef int64_t kTakenNs = 5000            # between two polls: others had the core; a poll takes 500
+cdef double kTakenShare = 0.25          # of the time awake, that others had: the machine is busy
 # Pause without busy waits after a check that found the machine busy; it doubles each time that the
 # next check does, too.
 cdef int64_t kLeastPauseNs = 250 * kMs
