@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import trio
 
 from examples.engine.options import EngineOptions
 from tests.support.gateways import Answered, Client, serving
@@ -188,6 +189,7 @@ async def test_each_request_is_a_line_with_the_length_of_its_answer(kvd_process:
             await send(client, "POST", CHAT, json=ASKED, headers={"x-request-id": "refused"})
         )
     assert [each.status for each in done] == [200, 200, 400, 403, 204, 502]
+    await trio.to_thread.run_sync(servers[0].stop)  # which has written all lines when it ends
     rows = [json.loads(line) for line in servers[0].stderr.splitlines()]
     found = {row["request_id"]: row for row in rows if "request_id" in row}
     for answered in done:
