@@ -36,8 +36,8 @@ cdef int64_t kMostCredit = 2 * kMs     # most time to lose in a row: some forty 
 cdef int64_t kWakeNs = 60000           # by which a wait asleep is longer than one awake
 cdef double kWeight = 1 / 8.0          # of the last wait in the mean `_prompt`
 cdef int64_t kCheckNs = 20 * kMs        # pause between two checks whether the machine is busy
-cdef int64_t kTakenNs = 5000            # between two polls: others had the core; a poll takes 500
-cdef double kTakenShare = 0.25          # of the time awake, that others had: the machine is busy
+cdef int64_t kTakenNs = 5000            # between two polls, which take 500: others had the core
+cdef double kTakenShare = 0.25          # of the time awake that others have on a busy machine
 # Pause without busy waits after a check that found the machine busy; it doubles each time that the
 # next check does, too.
 cdef int64_t kLeastPauseNs = 250 * kMs
@@ -109,7 +109,7 @@ cdef class BusyWait:
         if self._taken_ns > kTakenShare * (awake_ns - self._checked_awake_ns):
             self._busy_until = now + self._pause_ns
             self._pause_ns = min(2 * self._pause_ns, kMostPauseNs)
-        else:
+        elif awake_ns > self._checked_awake_ns:  # after a pause nothing is known yet
             self._pause_ns = kLeastPauseNs
         self._checked_at, self._checked_awake_ns, self._taken_ns = now, awake_ns, 0
         return now < self._busy_until
