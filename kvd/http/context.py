@@ -33,15 +33,16 @@ class ServerContext:
         if self.access.enabled:
             path = None if route is None else route.path
             refusal.path, refusal.asked = head.path, head.headers
-            body = self.failures.refused(refusal).body
-            assert isinstance(body, bytes)
-            echo = self.access.note(method, path, status, 0.0, len(body), head.headers)
+            echo = self.access.note(method, path, status, 0.0, self._length(refusal), head.headers)
             refusal.headers = [*refusal.headers, *echo]
 
     def note_no_head(self, refusal: Refusal) -> None:
         """Logs a request that is refused for its head, of which nothing is believed."""
         if self.access.enabled:
-            body = self.failures.refused(refusal).body
-            assert isinstance(body, bytes)
-            size = 0 if refusal.silent else len(body)
-            self.access.note(UNKNOWN, None, refusal.status, 0.0, size, [])
+            self.access.note(UNKNOWN, None, refusal.status, 0.0, self._length(refusal), [])
+
+    def _length(self, refusal: Refusal) -> int:
+        """Returns how many bytes the body of the answer has, 0 where there is no answer."""
+        body = self.failures.refused(refusal).body
+        assert isinstance(body, bytes)
+        return 0 if refusal.silent else len(body)
