@@ -58,6 +58,7 @@ Readers and checks:
     exposition, promql
                      read Prometheus' text format strictly; the series that an expression asks for
     loglines         collects the log lines of a test
+    collecting       checks what is freed without Python's collector
     cancelling       cancels an operation at its first, second, ... checkpoint
     chances          random draws come up as often as they should
     descriptors, ports

@@ -14,6 +14,7 @@ from kvd.net.replay import Replayer, ReplayOptions
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.replay_servers import (
     END_SEQ,
+    Answer,
     ReplayServer,
     four_frames,
     silent,
@@ -201,22 +202,33 @@ async def test_who_does_not_answer_is_asked_again(
     assert now_held(listening) == []
 
 
-@pytest.mark.parametrize("is_same", [False, True])
-async def test_an_unanswered_question_spares_no_gap_its_replay(
-    engine: Engine, context: zmq.Context, nursery: trio.Nursery, is_same: bool
-) -> None:
-    """A server that was not up yet when the idle engine was asked answers at the next gap."""
+async def ask_in_vain(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, answer: Answer, is_same: bool
+) -> Listening:
+    """Has an engine with five batches come back, whose replay server ends no answer.
+
+    Returns when kvd has given the question up; later replays may take long.
+    """
     replayer = Replayer(context, HASTY, SPARING)
     listening = await listen(engine, context, nursery, replayer=replayer)
     engine.send(*range(5))
     await until(lambda: len(listening.applied) == 5)
     kept = dict(engine.server.buffer)
-    engine.server.answer = silent
+    engine.server.answer = answer
     await engine.restart()
     if is_same:
         engine.life, engine.server.buffer = 0, kept
     await until(lambda: ended(listening) == ["silent"])
     replayer.set_options(PATIENT)
+    return listening
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+async def test_an_unanswered_question_spares_no_gap_its_replay(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery, is_same: bool
+) -> None:
+    """A server that was not up yet when the idle engine was asked answers at the next gap."""
+    listening = await ask_in_vain(engine, context, nursery, silent, is_same)
     engine.server.answer = three_frames
     engine.keep(*range(5 if is_same else 0, 7))
     engine.send(7)
@@ -227,16 +239,7 @@ async def test_an_unanswered_question_spares_no_gap_its_replay(
 async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_next_gap(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    replayer = Replayer(context, HASTY, SPARING)
-    listening = await listen(engine, context, nursery, replayer=replayer)
-    engine.send(*range(5))
-    await until(lambda: len(listening.applied) == 5)
-    kept = dict(engine.server.buffer)
-    engine.server.answer = without_end
-    await engine.restart()
-    engine.life, engine.server.buffer = 0, kept
-    await until(lambda: ended(listening) == ["silent"])
-    replayer.set_options(PATIENT)
+    listening = await ask_in_vain(engine, context, nursery, without_end, is_same=True)
     engine.keep(5, 6)
     engine.send(7)
     await until(lambda: len(listening.applied) == 8)
