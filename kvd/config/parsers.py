@@ -19,7 +19,7 @@ from kvd.index.served_models import ServedKey
 from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_networks
 from kvd.wire.endpoints import check_replica_endpoint
-from kvd.wire.hosts import in_ascii, literal
+from kvd.wire.hosts import bracketed, in_ascii, literal
 from kvd.wire.state_address import parse_address
 from kvd.wire.urls import (
     MAX_UNIX_PATH_BYTES,
@@ -52,7 +52,7 @@ class TcpBind:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
     def __str__(self) -> str:
         return f"{TLS_PREFIX}{self.address}" if self.tls else self.address

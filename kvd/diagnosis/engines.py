@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kvd.diagnosis.evidence import ProbeResult, StreamEvidence
 from kvd.diagnosis.findings import Finding, counted, found
 from kvd.wire.endpoints import host_and_port
+from kvd.wire.hosts import bracketed
 from kvd.wire.stream_link import Quiet
 
 # Time for which a restart is a finding; rolling restarts of a fleet take some minutes.
@@ -105,9 +106,7 @@ def _not_zmq(stream: StreamEvidence, evidence: str) -> Finding:
 def host_of(endpoint: str) -> str:
     """Returns the host of an address, for a line to paste; an IPv6 address has brackets."""
     host_port = host_and_port(endpoint)
-    if host_port is None:
-        return "HOST"
-    return f"[{host_port[0]}]" if ":" in host_port[0] else host_port[0]
+    return "HOST" if host_port is None else bracketed(host_port[0])
 
 
 def _shown(received: bytes) -> str:

@@ -25,6 +25,7 @@ from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.heads import own_head
 from kvd.model import is_name
 from kvd.selection.worker_record import Role
+from kvd.wire.hosts import bracketed
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import Answer
 
@@ -227,9 +228,8 @@ class Probe:
             raise NotAnEngine(f"the engine reports the endpoint {endpoint!r}: {error}") from None
         if parts.hostname not in ("*", "0.0.0.0", "::"):
             return endpoint
-        host = self._target.host
-        shown = f"[{host}]" if ":" in host else host
-        return urlunsplit((parts.scheme, f"{shown}:{port}", parts.path, "", ""))
+        address = f"{bracketed(self._target.host)}:{port}"
+        return urlunsplit((parts.scheme, address, parts.path, "", ""))
 
     async def _renders(self, model: str) -> bool:
         """Returns whether it renders requests in the form of vLLM 0.18 and later."""

@@ -15,6 +15,7 @@ from kvd.net.link import LinkOptions
 from kvd.net.zmq_link import NO_CURVE, socket_options
 from kvd.net.zsocket import ZSocket
 from kvd.platform.descriptors import bound_tcp
+from kvd.wire.hosts import bracketed
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
@@ -50,8 +51,7 @@ async def open_publisher(
             opened.pop_all()
         return publisher
     except (OSError, zmq.ZMQError) as error:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        why = f"cannot publish on {where}: {error.strerror or error}"
+        why = f"cannot publish on {bracketed(host)}:{port}: {error.strerror or error}"
         raise OSError(error.errno or errno.EINVAL, why) from None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvd.errors import BadRequest
-from kvd.wire.hosts import everywhere
+from kvd.wire.hosts import bracketed, everywhere
 from kvd.wire.hosts import is_ipv6 as is_ipv6_address
 from kvd.wire.urls import masked
 
@@ -83,7 +83,7 @@ def host_and_port(endpoint: str) -> tuple[str, int] | None:
 
 def tcp_endpoint(host: str, port: int) -> str:
     """Returns the TCP endpoint for a host, given as an address or a name."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def is_ipv6(endpoint: str) -> bool:

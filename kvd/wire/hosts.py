@@ -17,6 +17,11 @@ def everywhere(host: object) -> str:
     return f"{host} stands for every address of a listening machine; name one of them"
 
 
+def bracketed(host: str) -> str:
+    """Returns a host as it stands before `:PORT`: an IPv6 address has brackets there."""
+    return f"[{host}]" if ":" in host else host
+
+
 def is_ipv6(text: str) -> bool:
     """Returns whether a text is an IPv6 address."""
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from kvd.wire.hosts import in_ascii, literal
+from kvd.wire.hosts import bracketed, in_ascii, literal
 
 PORTS = {"http": 80, "https": 443}
 UNIX_PREFIX = "unix:"
@@ -62,7 +62,7 @@ def parse_url(url: str) -> Target:
     if parts.query or parts.fragment or url.endswith(("?", "#")):
         raise ValueError("the URL contains a question mark or a #; it must end with the path")
     host, port = _host(parts), _port(parts)
-    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    authority = f"{bracketed(host)}:{port}"
     return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
 
 
