@@ -50,13 +50,15 @@ async def read_body(transport: Transport, head: Head, limit: int) -> bytes:
         await transport.send(CONTINUE)
     body: ChunkedBody | CountedBody
     body = ChunkedBody(limit) if head.length == CHUNKED else CountedBody(head.length)
+    came = len(transport.buffer)
     while transport.buffer and (wanted := body.wanted):
         piece, transport.buffer = transport.buffer[:wanted], transport.buffer[wanted:]
         body.feed(piece)
         if transport.buffer:
             await trio.lowlevel.checkpoint()
     if body.wanted:
-        await _receive_rest(transport, body, transport.shared.limits.body_s + _more_s(head.length))
+        seconds = transport.shared.limits.body_s + _more_s(head.length)
+        await _receive_rest(transport, body, came, seconds)
     transport.buffer = body.rest + transport.buffer
     return body.data.getvalue()
 
@@ -67,10 +69,11 @@ def _more_s(length: int) -> float:
 
 
 async def _receive_rest(
-    transport: Transport, body: ChunkedBody | CountedBody, seconds: float
+    transport: Transport, body: ChunkedBody | CountedBody, came: int, seconds: float
 ) -> None:
     source = _Source(transport)
     try:
+        source.count(came)
         with transport.within(ConnectionPhase.BODY, seconds):
             while wanted := body.wanted:
                 body.feed(await source.receive(min(wanted, RECEIVE_BYTES)))
@@ -95,13 +98,17 @@ class _Source:
         self.reads += 1
         if not piece:
             raise ConnectionResetError("the client left inside a body")
+        self.count(len(piece))
+        return piece
+
+    def count(self, size: int) -> None:
+        """Counts received bytes; raises Refusal if that makes too many."""
         shared = self._transport.shared
-        self._received += len(piece)
-        shared.body_bytes += len(piece)
+        self._received += size
+        shared.body_bytes += size
         if shared.body_bytes > shared.limits.bodies_bytes:
             shared.stats.bodies_refused += 1
             raise Refusal(503, "too many large bodies at once")
-        return piece
 
     def release(self) -> None:
         self._transport.shared.body_bytes -= self._received

@@ -357,6 +357,15 @@ class Connection(Transport):
             self.enter(ConnectionPhase.IDLE)  # also once the rest of an answer is sent
         return True
 
+    def dispensability(self) -> tuple[bool, int, float] | None:
+        return None if self._is_arriving() else super().dispensability()
+
+    def _unread(self) -> bool:
+        return self._is_arriving() or super()._unread()
+
+    def _is_arriving(self) -> bool:
+        return self._listener.fast_path.is_arriving(self.fd)
+
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
         self._listener.fast_path.unpark(self.fd)
         if self._rest is not None:

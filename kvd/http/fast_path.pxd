@@ -26,15 +26,25 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
     bint host_is_named "kvd::names_host" (const Text& text)
 
 
+cdef class _Arriving:
+    cdef char* data
+    cdef size_t size, got
+    cdef bint swept  # it was there at the last sweep
+
+
 cdef class FastPath:
     cdef int _epoll
     cdef char* _buffer
-    cdef dict _routes, _parked
+    cdef dict _routes
+    cdef dict _parked, _arriving  # connections, and the requests of some of them, by descriptor
+    cdef size_t _arriving_bytes
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
+    cdef const char* _body  # of the same
     cdef object _serve, _note, _log, _wake, _relay
     cdef PermitRules _permits
     cdef bint _dry  # the last receive found nothing
+    cdef bint _emptied  # the last receive has left nothing
     # Start of the head of a 200 and of a 201 answer, up to its length; None: `serve` answers.
     cdef public bytes lines, created_lines
     cdef public bint logged  # whether answers are reported to `log` as well
@@ -42,6 +52,10 @@ cdef class FastPath:
     cdef int _serve_until(self, int64_t end) except -1
     cdef _exhaust(self, connection, int fd)
     cdef _step(self, connection, int fd)
+    cdef int _forget(self, int fd) except -1
+    cdef _receive_rest(self, connection, int fd, _Arriving request)
+    cdef _take(self, connection, int fd, const char* data, size_t got)
+    cdef _Arriving _keep(self, int fd, const char* data, size_t got, size_t size)
     cdef _answer(self, connection, int fd, route, Text captured)
     cdef _relayed(self, connection, route)
     cdef bytes _reported(self, connection, route, int status, double seconds, bytes response)

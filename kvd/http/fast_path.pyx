@@ -1,21 +1,26 @@
 # distutils: language = c++
 """Serves plain requests of hot routes without waking a task.
 
-                     ┌──────── readable ─────────┐
-                     v                           │
-    parked ──> receive ──> one whole plain request? ── yes ──> answer ──> all sent? ──> parked
-                                     │ no                                    │ no
-                                     v                                       v
-                             woken with what it received        woken with what is unsent
+    parked ──> receive ──> may it be answered here? ── yes ──> whole? ── yes ──> answer ──> parked
+                 ^              │ no                             │ no              │ not all sent
+                 │ readable     v                                v                 v
+                 │          woken with what was received      arriving           woken with the rest
+                 │                                               │
+                 └───────────────────────────────────────────────┘
 
 A connection between two requests is *parked* here: one epoll set watches all parked connections,
-while their tasks sleep. A request is answered on the spot if it came in one piece, is plain
-(http/plain_head.hpp), is for a hot route and is granted (http/permits.hpp). The route's HotHandler
-answers it straight from the receive buffer; where it cannot, `serve` calls the handler, or turns
-what it has raised into a response. For everything else the connection's task is woken. So this
-module knows nothing of error texts, refusals, deadlines or unusual HTTP.
+while their tasks sleep. A request is answered on the spot if it is plain (http/plain_head.hpp), is
+for a hot route and is granted (http/permits.hpp). The route's HotHandler answers it straight from
+the receive buffer; where it cannot, `serve` calls the handler, or turns what it has raised into a
+response. For everything else the connection's task is woken. So this module knows nothing of error
+texts, refusals, deadlines or unusual HTTP.
 
-1. A parked connection has no bytes that were received and not consumed, nor any left to receive.
+A request whose head has come but not all of its body is *arriving*: it is kept in memory of its own
+until the rest comes. One that is still arriving at the second sweep goes on in its task, which sets
+a deadline for it.
+
+1. A parked connection has no bytes that were received and not consumed, but those of an arriving
+   request, nor any left to receive. An arriving request belongs to a parked connection.
 2. Nothing is lost: bytes that were received and not served are handed to the task, in order.
 3. The set is edge-triggered: an edge on a connection that is not parked is ignored, and `park`
    receives what came meanwhile. A receive that leaves room in the buffer has emptied the socket,
@@ -112,7 +117,10 @@ cdef enum:
     kEvents = 16  # edges taken from the set at once
     kRunnable = 8  # runnable tasks that end a row: each may take 0.2 ms, and trio runs all of them
     kStreak = 8  # requests of one connection in a row before others have their turn
-    kBuffer = 256 * 1024  # bytes of one receive: room for 12,000 hashes or 40,000 token ids
+    # Bytes of one receive, and of the longest request served here: room for 260,000 token ids. Only
+    # what requests have filled is resident.
+    kBuffer = 2 * 1024 * 1024
+    kMaxArriving = 32 * 1024 * 1024  # bytes of arriving requests; further ones go to their tasks
     kLengthLine = 48  # most bytes of a head's last line
     kCreated = 201
 
@@ -166,6 +174,19 @@ def names_host(bytes value not None):
     return host_is_named(as_text(value))
 
 
+cdef class _Arriving:
+    """A request that has not come whole: `got` bytes of `size`."""
+
+    def __cinit__(self, size_t size):
+        self.data = <char*>malloc(size)
+        if self.data == NULL:
+            raise MemoryError
+        self.size = size
+
+    def __dealloc__(self):
+        free(self.data)
+
+
 cdef class FastPath:
     """The parked connections of one listener."""
 
@@ -204,6 +225,7 @@ cdef class FastPath:
         self._relay = relay
         self._permits = permits
         self._parked = {}
+        self._arriving = {}
         self._buffer = <char*>malloc(kBuffer)
         if self._buffer == NULL:
             raise MemoryError
@@ -254,8 +276,28 @@ cdef class FastPath:
         return Handoff(b"", b"", True)
 
     def unpark(self, int fd):
-        """Gives a connection back to its task."""
+        """Gives a connection back to its task, without what has come of an arriving request."""
         self._parked.pop(fd, None)
+        self._forget(fd)
+
+    def is_arriving(self, int fd):
+        """Returns whether a part of a request has come and is kept here."""
+        return fd in self._arriving
+
+    def sweep(self):
+        """Hands requests that were already arriving at the last sweep to their tasks."""
+        cdef _Arriving request
+        for fd, request in list(self._arriving.items()):
+            if request.swept:
+                self._forget(fd)
+                self._wake(self._parked.pop(fd), _received(request.data, request.got))
+            request.swept = True
+
+    cdef int _forget(self, int fd) except -1:
+        cdef _Arriving request = self._arriving.pop(fd, None)
+        if request is not None:
+            self._arriving_bytes -= request.size
+        return 0
 
     def serve_ready(self, int64_t budget_ns):
         """Serves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
@@ -281,8 +323,8 @@ cdef class FastPath:
                 if connection is None:
                     continue
                 outcome = self._step(connection, events[i].data.fd)
-                if outcome is None and events[i].events & ~<uint32_t>EPOLLIN:
-                    # There is more behind urgent data, or the end of the stream.
+                if outcome is None and (events[i].events & ~<uint32_t>EPOLLIN or not self._emptied):
+                    # Urgent data or the end of the stream have come, or more data may have.
                     outcome = self._exhaust(connection, events[i].data.fd)
                 if outcome is not None:
                     self._parked.pop(events[i].data.fd, None)
@@ -293,32 +335,72 @@ cdef class FastPath:
 
     cdef _step(self, connection, int fd):
         """Receives once and serves that; returns None, _TAKEN, or what to wake the task with."""
-        cdef ssize_t got = recv(fd, self._buffer, kBuffer, MSG_DONTWAIT)
+        cdef ssize_t got
+        if self._arriving:
+            request = self._arriving.get(fd)
+            if request is not None:
+                return self._receive_rest(connection, fd, request)
+        got = recv(fd, self._buffer, kBuffer, MSG_DONTWAIT)
         self._dry = got < 0 and errno == EAGAIN
+        # After a full buffer the socket may have more, which no further edge would report.
+        self._emptied = got < kBuffer
         if self._dry:
             return None
         if got <= 0:  # the end, or a reset while no request is under way
             return Handoff(b"", b"", False)
-        # After a full buffer the socket may have more, which no further edge would report.
+        return self._take(connection, fd, self._buffer, got)
+
+    cdef _receive_rest(self, connection, int fd, _Arriving request):
+        """Receives what has come of an arriving request; serves it once it is whole."""
+        cdef ssize_t got = 1
+        while got > 0 and request.got < request.size:
+            got = recv(fd, request.data + request.got, request.size - request.got, MSG_DONTWAIT)
+            request.got += max(got, 0)
+        self._dry = self._emptied = got < 0 and errno == EAGAIN
+        if self._dry:
+            return None
+        self._forget(fd)
+        if got <= 0:  # the client has left: its task finds the same
+            return _received(request.data, request.got)
+        return self._take(connection, fd, request.data, request.got)
+
+    cdef _take(self, connection, int fd, const char* data, size_t got):
+        """Serves what was received, or keeps it until the rest comes; returns what `_step` does."""
         cdef Text captured
-        if got < kBuffer and read_plain_head(self._buffer, got, self._head):
-            captured.begin = NULL
-            captured.size = 0
-            route = self._routes.get(as_bytes(self._head.route))
-            if route is None and self._patterns:
-                route = self._find(&captured)
-            if (
-                route is not None
-                and self._head.size + self._head.length == <size_t>got
-                and self._head.length <= <size_t>route.body_limit
-                and self._permits.core.judge(
-                    self._head.claims, route.scope, connection.checks_host
-                ) == Verdict.granted
-            ):
-                outcome = self._answer(connection, fd, route, captured)
-                if outcome is not _LEFT:
-                    return outcome
-        return Handoff(PyBytes_FromStringAndSize(self._buffer, got), b"", True)
+        cdef size_t size
+        if not read_plain_head(data, got, self._head):
+            return _received(data, got)
+        captured.begin = NULL
+        captured.size = 0
+        route = self._routes.get(as_bytes(self._head.route))
+        if route is None and self._patterns:
+            route = self._find(&captured)
+        size = self._head.size + self._head.length
+        if (
+            route is None
+            or not got <= size <= kBuffer
+            or self._head.length > <size_t>route.body_limit
+            or self._permits.core.judge(
+                self._head.claims, route.scope, connection.checks_host
+            ) != Verdict.granted
+        ):
+            return _received(data, got)
+        if got < size:
+            if self._arriving_bytes + size > kMaxArriving:
+                return _received(data, got)
+            return self._receive_rest(connection, fd, self._keep(fd, data, got, size))
+        self._body = data + self._head.size
+        outcome = self._answer(connection, fd, route, captured)
+        return _received(data, got) if outcome is _LEFT else outcome
+
+    cdef _Arriving _keep(self, int fd, const char* data, size_t got, size_t size):
+        """Keeps the beginning of a request of `size` bytes."""
+        cdef _Arriving request = _Arriving(size)
+        memcpy(request.data, data, got)
+        request.got = got
+        self._arriving[fd] = request
+        self._arriving_bytes += size
+        return request
 
     cdef _find(self, Text* captured):
         """Returns the route with a placeholder that matches the head's path, or None."""
@@ -352,9 +434,7 @@ cdef class FastPath:
                 return self._serve_other(connection, fd, route, captured, None)
             handler = <HotHandler>asked
             try:
-                response = handler.answer(
-                    self._buffer + self._head.size, self._head.length, captured, None
-                )
+                response = handler.answer(self._body, self._head.length, captured, None)
             except Exception as error:
                 return self._serve_other(connection, fd, route, captured, error)
             if response is None:
@@ -375,7 +455,7 @@ cdef class FastPath:
         cdef size_t method = <const char*>memchr(path.begin, c" ", path.size) + 1 - path.begin
         path.begin += method
         path.size -= method
-        body = PyBytes_FromStringAndSize(self._buffer + self._head.size, self._head.length)
+        body = PyBytes_FromStringAndSize(self._body, self._head.length)
         query = as_bytes(self._head.query)
         outcome = self._relay(
             connection, PlainRequest(route, as_bytes(path), query, headers_of(self._head), body)
@@ -400,7 +480,7 @@ cdef class FastPath:
             as_bytes(captured),
             as_bytes(self._head.query),
             headers_of(self._head),
-            PyBytes_FromStringAndSize(self._buffer + self._head.size, self._head.length),
+            PyBytes_FromStringAndSize(self._body, self._head.length),
             error,
         )
         return self._send(
@@ -447,6 +527,11 @@ cdef class FastPath:
         sent = max(sent, 0)
         unsent = PyBytes_FromStringAndSize(data + sent, size - sent)
         return Handoff(b"", unsent, persists, undo if unsent else None)
+
+
+cdef _received(const char* data, size_t size):
+    """Returns what a task is woken with that is to serve received bytes itself."""
+    return Handoff(PyBytes_FromStringAndSize(data, size), b"", True)
 
 
 cdef int _undo(HotHandler handler) except -1:

@@ -117,6 +117,7 @@ class Front(Server[Connection]):
         if not shared.stopping:
             fast_path.lines = start_lines(200, JSON) + shared.date_line
             fast_path.created_lines = start_lines(201, JSON) + shared.date_line
+        fast_path.sweep()
         soonest = shared.now - min(self.limits.head_s, self.limits.idle_s)
         for connection in self._running:
             if connection.since < soonest:

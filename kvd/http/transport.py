@@ -4,7 +4,7 @@
       phases, bounds,                 kvd.http.tls.TlsStream: TLS over it
       what is known of a client
 
-Each wait of a task has a trio deadline; a request that arrives in one piece needs none. Only the
+Each wait of a task has a trio deadline; a request that the fast path serves needs none. Only the
 wait between two requests has no deadline: a timer for each would cost 5 µs, so one task checks all
 connections a few times per time limit. It ends a connection by shutting its socket down for
 receiving, so bytes that the client sent before are still read.
@@ -64,7 +64,7 @@ class Shared:
     tick: float  # seconds between two sweeps over idle connections
     now: float = 0.0  # trio clock of the last sweep, seconds
     date_line: bytes = b""  # the rendered `date` header of the last sweep
-    body_bytes: int = 0  # of bodies being received, beyond their first read
+    body_bytes: int = 0  # of bodies that tasks are receiving
     stopping: bool = False
 
 

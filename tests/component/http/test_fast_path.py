@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 
 import trio
 
-from tests.support.serving import TEST_SECONDS, Client, serving
+from kvd.http.connection import Connection
+from kvd.http.transport import ConnectionPhase
+from tests.support.serving import TEST_SECONDS, Client, Running, eventually, serving
 
-LANE_BUFFER = 256 * 1024  # bytes that the fast path receives at once (kvd/http/fast_path.pyx)
+# Bytes that the fast path receives at once, and of all arriving requests (kvd/http/fast_path.pyx).
+LANE_BUFFER = 2 * 1024 * 1024
+ARRIVING = 32 * 1024 * 1024
 
 
 def request(path: str, body: bytes) -> bytes:
@@ -45,6 +53,92 @@ async def test_requests_as_long_as_the_buffer_hide_nothing_behind_them() -> None
             await client.send(long + request("/echo", b"abc"))
             assert (await client.read_reply()).status == 200
             assert (await client.read_reply()).body == b"abc"
+
+
+@asynccontextmanager
+async def _serving_without_sweeps() -> AsyncIterator[Running]:
+    """Runs a front whose requests may take any time to arrive; one sweep alone does nothing."""
+    async with serving() as running:
+        running.front._shared.tick = inf
+        yield running
+
+
+def _only_connection(running: Running) -> Connection:
+    [connection] = running.front._running
+    return connection
+
+
+async def test_a_request_that_arrives_in_two_parts_wakes_no_task() -> None:
+    async with _serving_without_sweeps() as running, running.client() as client:
+        assert (await client.request("POST", "/echo", b"abc")).body == b"abc"
+        connection = _only_connection(running)
+        data = request("/echo", b"abcdef") + request("/echo", b"ghi")
+        for size in range(1, len(request("/echo", b"abcdef"))):
+            with_head = data.find(b"\r\n\r\n") + 4 <= size
+            await client.send(data[:size])
+            await eventually(lambda kept=with_head: _begun(connection) == (kept, not kept))
+            await client.send(data[size:])
+            assert (await client.read_reply()).body == b"abcdef"
+            assert (await client.read_reply()).body == b"ghi"
+            await eventually(lambda: _begun(connection) == (False, False))
+
+
+def _begun(connection: Connection) -> tuple[bool, bool]:
+    """Returns whether the fast path, and whether the task, has the beginning of a request."""
+    return connection._is_arriving(), connection.phase is ConnectionPhase.HEAD
+
+
+async def test_a_slow_request_goes_on_in_its_task() -> None:
+    data = request("/echo", b"abcdef")
+    async with _serving_without_sweeps() as running, running.client() as client:
+        await client.send(data[:-3])
+        await eventually(lambda: _only_connection(running)._is_arriving())
+        running.front._tick()
+        running.front._tick()
+        await eventually(lambda: _only_connection(running).phase is ConnectionPhase.BODY)
+        await client.send(data[-3:])
+        assert (await client.read_reply()).body == b"abcdef"
+
+
+async def test_a_client_that_leaves_an_arriving_request_is_counted() -> None:
+    async with _serving_without_sweeps() as running:
+        async with running.client() as client:
+            await client.send(request("/echo", b"abcdef")[:-3])
+            await eventually(lambda: _only_connection(running)._is_arriving())
+        await running.until(client_gone=1)
+
+
+async def test_an_arriving_request_is_answered_at_a_stop() -> None:
+    data = request("/echo", b"abcdef")
+    async with _serving_without_sweeps() as running, running.client() as client:
+        assert (await client.request("POST", "/echo", b"abc")).status == 200
+        await client.send(data[:-3])
+        await eventually(lambda: _only_connection(running)._is_arriving())
+        running.stop.set()
+        await eventually(lambda: running.front._shared.stopping)
+        await client.send(data[-3:])
+        reply = await client.read_reply()
+        assert (reply.body, reply.persists()) == (b"abcdef", False)
+
+
+async def test_requests_that_arrive_beyond_the_bound_go_to_their_tasks() -> None:
+    data = request("/query", b"x" * (LANE_BUFFER - 1024))
+    fitting = ARRIVING // len(data)
+    async with _serving_without_sweeps() as running, AsyncExitStack() as opened:
+        clients = [await opened.enter_async_context(running.client()) for _ in range(fitting + 2)]
+        for client in clients:
+            await client.send(data[:200])
+
+        def begun() -> Counter[tuple[bool, bool]]:
+            return Counter(
+                (each._is_arriving(), each.phase is ConnectionPhase.BODY)
+                for each in running.front._running
+            )
+
+        await eventually(lambda: begun() == {(True, False): fitting, (False, True): 2})
+        for client in clients:
+            await client.send(data[200:])
+            assert (await client.read_reply()).status == 200
 
 
 async def test_the_last_request_before_the_end_is_answered() -> None:
