@@ -49,6 +49,7 @@ cdef class FastPath:
     cdef public bytes lines, created_lines
     cdef public bint logged  # whether answers are reported to `log` as well
 
+    cdef int _watch(self, int operation, int fd) except -1
     cdef int _serve_until(self, int64_t end) except -1
     cdef _exhaust(self, connection, int fd)
     cdef _step(self, connection, int fd)

@@ -49,6 +49,7 @@ cdef extern from "<sys/epoll.h>" nogil:
     enum:
         EPOLL_CLOEXEC
         EPOLL_CTL_ADD
+        EPOLL_CTL_MOD
         EPOLLIN
         EPOLLPRI
         EPOLLERR
@@ -114,6 +115,7 @@ NOTHING, ALL, SOME = kNothing, kAll, kSome
 
 cdef enum:
     kTurnNs = 10 * 1000  # of one pollable's turn: one request, or one of each connection
+    kMaxTurnNs = 500 * 1000  # of a turn in which requests are long: then it leaves connections out
     kEvents = 16  # edges taken from the set at once
     kRunnable = 8  # runnable tasks that end a row: each may take 0.2 ms, and trio runs all of them
     kStreak = 8  # requests of one connection in a row before others have their turn
@@ -249,11 +251,15 @@ cdef class FastPath:
 
     def add(self, int fd):
         """Watches a connected socket until it is closed."""
+        self._watch(EPOLL_CTL_ADD, fd)
+
+    cdef int _watch(self, int operation, int fd) except -1:
         cdef epoll_event event
         event.events = EPOLLIN | EPOLLPRI | EPOLLRDHUP | EPOLLET
         event.data.fd = fd
-        if epoll_ctl(self._epoll, EPOLL_CTL_ADD, fd, &event) < 0:
+        if epoll_ctl(self._epoll, operation, fd, &event) < 0:
             raise OSError(errno, os.strerror(errno))
+        return 0
 
     def park(self, connection, int fd):
         """Takes over a connection whose task is idle; returns None, or what to wake the task with.
@@ -268,7 +274,8 @@ cdef class FastPath:
     cdef _exhaust(self, connection, int fd):
         """Serves until the socket is empty; returns None then, else what `_step` does."""
         cdef int left = kStreak
-        while left > 0:
+        cdef int64_t end = now_ns() + kMaxTurnNs
+        while left > 0 and now_ns() < end:
             outcome = self._step(connection, fd)
             if outcome is not None or self._dry:
                 return outcome
@@ -312,7 +319,8 @@ cdef class FastPath:
 
     cdef int _serve_until(self, int64_t end) except -1:
         cdef epoll_event events[kEvents]
-        cdef int count, i, done = kNothing
+        cdef int count, i, rest, done = kNothing
+        cdef int64_t late = end + kMaxTurnNs
         while True:
             count = epoll_wait(self._epoll, events, kEvents, 0)
             if count <= 0:
@@ -330,6 +338,10 @@ cdef class FastPath:
                     self._parked.pop(events[i].data.fd, None)
                     if outcome is not _TAKEN:
                         self._wake(connection, outcome)
+                if now_ns() >= late:
+                    for rest in range(i + 1, count):  # the set reports them again
+                        self._watch(EPOLL_CTL_MOD, events[rest].data.fd)
+                    break
             if now_ns() >= end:
                 return kSome
 

@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
+from time import perf_counter
 
 import trio
 
 from kvd.http.connection import Connection
+from kvd.http.messages import Request, Response
+from kvd.http.routes import Route, Scope
 from kvd.http.transport import ConnectionPhase
 from tests.support.serving import TEST_SECONDS, Client, Running, eventually, serving
 
@@ -186,6 +189,40 @@ async def test_busy_connections_leave_room_for_others() -> None:
             for _ in range(5):
                 assert (await client.request("GET", "/app/describe")).status == 200
         nursery.cancel_scope.cancel()
+
+
+async def test_long_requests_of_many_connections_let_other_tasks_run() -> None:
+    marks: list[str] = []
+
+    def think(_: Request) -> Response:
+        end = perf_counter() + 0.001
+        while perf_counter() < end:
+            pass
+        marks.append("answer")
+        return Response(200, b"{}")
+
+    async def mark_passes() -> None:
+        while True:
+            marks.append("pass")
+            await trio.lowlevel.checkpoint()
+
+    long = Route("GET", "/long", think, hot=True, scope=Scope.READ)
+    async with (
+        serving(routes=(long,)) as running,
+        AsyncExitStack() as opened,
+        trio.open_nursery() as nursery,
+    ):
+        clients = [await opened.enter_async_context(running.client()) for _ in range(16)]
+        for client in clients:
+            assert (await client.request("GET", "/long")).status == 200
+        nursery.start_soon(mark_passes)
+        marks.clear()
+        for client in clients:  # at once, so that the set reports all of them together
+            os.write(client.stream.socket.fileno(), b"GET /long HTTP/1.1\r\nhost: kvd\r\n\r\n")
+        for client in clients:
+            assert (await client.read_reply()).status == 200
+        nursery.cancel_scope.cancel()
+    assert "answer answer answer" not in " ".join(marks)
 
 
 async def _ask_for_ever(running: object) -> None:
