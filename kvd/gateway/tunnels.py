@@ -59,6 +59,8 @@ class UpstreamTls:
         except (OSError, ValueError) as error:
             raise ValueError(f"upstream_tls_ca: cannot use {self.ca_file}: {error}") from None
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # Some builds of Python set it, and take bytes that just stop for a close_notify.
+        context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
         context.set_alpn_protocols(["http/1.1"])
         if self.insecure:
             context.check_hostname = False
