@@ -655,8 +655,8 @@ class Relay {
       return connect(id);
     }
     if (silent) return end(id, ExchangeOutcome::kNoAnswer);
-    if (x.phase <= ExchangePhase::kHead || !x.decoder.ends_by_close() ||
-        ((is_reset || is_cut(x)) && !x.is_early)) {
+    if (x.phase <= ExchangePhase::kHead || !x.decoder.ends_by_close() || is_cut(x) ||
+        (is_reset && !x.is_early)) {
       return end(id, ExchangeOutcome::kBroken);
     }
     if (x.head.events && x.client_fd != kNoSocket) {

@@ -194,6 +194,32 @@ def test_an_answer_is_heard_behind_which_the_engine_resets(turns: Turns) -> None
     relay.drop(exchange)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_early_answer_is_whole_if_the_tunnel_of_its_engine_says_so(
+    turns: Turns, whole: bool
+) -> None:
+    """The answer has no length, and comes while the request is being sent."""
+    relay = turns.relay
+    listener = turns.stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.bind("")  # Linux chooses an unused abstract name
+    listener.listen()
+    engine = relay.add_engine("@" + listener.getsockname()[1:].decode(), 0)
+    exchange = relay.begin(engine, -1, REQUEST, b"x" * (32 * 1024 * 1024), HOLD)
+    stream = turns.accept(listener)
+    stream.sendall(b"HTTP/1.1 413 Too Large\r\n\r\nno")
+    if whole:
+        stream.shutdown(socket.SHUT_WR)
+    else:
+        stream.close()
+    turns.until(lambda: relay.ready(exchange) or relay.ended(exchange))
+    assert relay.ready(exchange) is whole
+    if whole:
+        assert relay.answer(exchange).held == b"no"
+    else:
+        assert relay.ending(exchange).outcome is ExchangeOutcome.BROKEN
+    relay.drop(exchange)
+
+
 def test_a_compressed_stream_is_forwarded_from_its_first_byte(turns: Turns) -> None:
     """No event can be found in it, so nothing else would show that it has begun."""
     relay = turns.relay
