@@ -132,14 +132,17 @@ class Tunnel:
             if is_ended:
                 await _end(near)
 
-    async def _connected(self) -> trio.SSLStream[trio.SocketStream]:
+    async def _connected(self) -> trio.SSLStream[trio.abc.Stream]:
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         plain = trio.socket.socket(family, socket.SOCK_STREAM)
         try:
             with trio.fail_after(self._connect_s):
                 await plain.connect((self.address, self._port))
-                stream = trio.SocketStream(plain)  # without Nagle
-                far = trio.SSLStream(stream, self._context, server_hostname=self._server_name)
+                below = trio.SocketStream(plain)  # without Nagle
+                stream = trio.StapledStream(_Sending(below), below)
+                far = trio.SSLStream[trio.abc.Stream](
+                    stream, self._context, server_hostname=self._server_name
+                )
                 await far.do_handshake()
                 return far
         except BaseException:
@@ -147,10 +150,32 @@ class Tunnel:
             raise
 
 
+class _Sending(trio.abc.SendStream):
+    """Sends to an engine, and drops what it takes no more.
+
+    An engine that refuses a request before it has read all of it ends its connection by a reset.
+    The answer that it has sent before is still to be received, but a TLS stream of trio that could
+    not send receives nothing either. Only receiving shows how the connection has ended.
+    """
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        with suppress(trio.BrokenResourceError):
+            await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
 async def _send(
-    near: trio.SocketStream, far: trio.SSLStream[trio.SocketStream], both: trio.CancelScope
+    near: trio.SocketStream, far: trio.SSLStream[trio.abc.Stream], both: trio.CancelScope
 ) -> None:
-    """Passes requests on; where the relay or the engine takes no more, the tunnel is over."""
+    """Passes requests on; where the relay sends no more, the tunnel is over."""
     await _pass_on(near, far)
     both.cancel()
 

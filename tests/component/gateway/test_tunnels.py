@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from examples.engine.options import EngineOptions
 from kvd.gateway.dns_names import Wanted
-from kvd.gateway.exchanges import RelayLimits
-from kvd.gateway.tunnels import UpstreamTls
+from kvd.gateway.exchanges import Exchanges, RelayLimits
+from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.transport import FORGETFUL
+from kvd.wire.urls import parse_upstream
 from tests.support.gateways import Running, engines, tls_of
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.serving import Reply
@@ -166,4 +168,40 @@ async def test_a_body_that_ends_with_its_connection_is_whole_if_the_engine_says_
             assert reply.body == b"{}"
         else:
             assert "an answer was broken off" in json.loads(reply.body)["error"]["message"]
+        nursery.cancel_scope.cancel()
+
+
+REFUSAL = b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno"
+LONG = b"x" * (32 * 1024 * 1024)  # much more than all buffers on the way hold
+RESETS = 20  # in half of them the tunnel would first find that it can send no more
+
+
+async def test_an_answer_is_heard_behind_which_an_engine_behind_tls_resets(
+    certificate: Path,
+) -> None:
+    """An engine that refuses a long body closes without reading it, so that sending fails."""
+    context = tls_of(certificate)
+
+    async def refuse(plain: trio.SocketStream) -> None:
+        with socket.socket(fileno=plain.socket.detach()) as taken:
+            taken.settimeout(NOT_MY_FAULT_S)
+            wrap = partial(context.wrap_socket, taken, server_side=True)
+            with await trio.to_thread.run_sync(wrap) as secured:
+                await trio.to_thread.run_sync(secured.recv, 1)
+                await trio.testing.wait_all_tasks_blocked()  # no more of the body can be sent
+                secured.sendall(REFUSAL)  # as no task runs before the end, both come together
+
+    head = b"POST %b HTTP/1.1\r\nhost: e\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(LONG))
+    trust = UpstreamTls(ca_file=certificate / "cert.pem").context()
+    exchanges = Exchanges(RelayLimits())
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio.serve_tcp, refuse, 0, host="127.0.0.1"))
+        target = parse_upstream(f"https://127.0.0.1:{listener.socket.getsockname()[1]}")
+        tunnel = Tunnel(target, trust, target.host, NOT_MY_FAULT_S)
+        nursery.start_soon(tunnel.run)
+        nursery.start_soon(exchanges.run)
+        engine = exchanges.relay.add_engine(tunnel.name, 0)
+        for _ in range(RESETS):
+            answer = await exchanges.ask(engine, head, LONG, len(REFUSAL))
+            assert (answer.status, answer.held) == (413, b"no")
         nursery.cancel_scope.cancel()
