@@ -49,6 +49,17 @@ GONE = frozenset(
 )
 
 
+# Outcomes after which an engine may be well: the request may have been at fault.
+IN_DOUBT = frozenset(
+    (
+        ExchangeOutcome.NO_ANSWER,
+        ExchangeOutcome.BROKEN,
+        ExchangeOutcome.MALFORMED,
+        ExchangeOutcome.CLOSED,
+    )
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
     """Time limits of an exchange, in seconds."""

@@ -443,7 +443,7 @@ class Forwarder:
         self._stats.retries[outcome.name.lower()] += 1
         attempt.lacks_room = outcome is ExchangeOutcome.NO_ROOM
         if not attempt.lacks_room:
-            upstream.note_gone(attempt.failed)
+            upstream.note_gone(attempt.failed, outcome)
 
     async def _end(
         self,
@@ -469,7 +469,7 @@ class Forwarder:
         if ending.outcome is ExchangeOutcome.CLOSED:  # how other APIs' streams end, whole or broken
             is_whole = is_whole or attempt.asked.api not in ENDED_BY_EVENTS
         if not is_whole or ending.outcome is not ExchangeOutcome.CLOSED:
-            chosen.upstream.note_gone("it broke off an answer")
+            chosen.upstream.note_gone("it broke off an answer", ending.outcome)
         whole = ending.forwarded == len(ending.tail)
         end = errors.ended(ending.tail, whole=whole) if sent.events else None
         if is_whole:

@@ -289,8 +289,9 @@ class Tokens:
             try:
                 return await self._ask_engine(asked, body, upstream)
             except ExchangeFailed as error:  # the next engine may answer
-                if upstream.outcome_of(error.outcome) in GONE:
-                    upstream.note_gone(str(error))
+                outcome = upstream.outcome_of(error.outcome)
+                if outcome in GONE:
+                    upstream.note_gone(str(error), outcome)
         return None
 
     async def _ask_engine(

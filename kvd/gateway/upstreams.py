@@ -28,7 +28,7 @@ from kvd.errors import Conflict, KvdError, NotFound, Unavailable
 from kvd.gateway.canary import Canary
 from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
-from kvd.gateway.exchanges import CONNECT_S, ExchangeFailed, Exchanges
+from kvd.gateway.exchanges import CONNECT_S, IN_DOUBT, ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
 from kvd.gateway.probing import EngineKind, Facts, ListedModel, NotAnEngine, Probe, Unanswered
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
@@ -88,6 +88,8 @@ class Upstream:
     state: UpstreamState = UpstreamState.UNKNOWN
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
+    # It is out for a request that it has not answered well, and has not been asked since.
+    in_doubt: bool = False
     failures: int = 0  # failed health checks in a row
     faults: frozenset[str] = frozenset()  # paths that it answers with a fault, as if it had none
     doubts: int = 0  # times in a row that other paths were answered so
@@ -136,12 +138,16 @@ class Upstream:
             without,
         )
 
-    def note_gone(self, why: str) -> None:
-        """Marks it as out until a health check succeeds; the next one follows at once."""
+    def note_gone(self, why: str, outcome: ExchangeOutcome | None = None) -> None:
+        """Marks it as out until a health check succeeds; the next one follows at once.
+
+        `outcome` is that of the exchange that has failed, None if the engine itself has said why.
+        """
         if self.state is UpstreamState.SERVING:
             why = self.fault_of(why)
             log.warning("upstream_out", url=self.url, reason=why)
             self.state, self.problem = UpstreamState.OUT, why
+            self.in_doubt = outcome in IN_DOUBT
             self.changed()
             self.failed.set()
 
@@ -182,7 +188,7 @@ class Served(NamedTuple):
 class _Engines(NamedTuple):
     """The engines of a model."""
 
-    serving: tuple[Upstream, ...]  # those that are well
+    serving: tuple[Upstream, ...]  # those that are well; if none is, those in doubt
     prefills: bool  # whether any engine, well or not, is meant to prefill for others
     basis: bytes  # what blocks depend on besides the prompt: weights and block sizes
 
@@ -321,7 +327,11 @@ class Upstreams:
         return found
 
     def serving(self, served: Served) -> Sequence[Upstream]:
-        """Returns the healthy engines that serve a model: the same object until any changes."""
+        """Returns the healthy engines that serve a model: the same object until any changes.
+
+        If none is healthy, these are the engines in doubt. A request that an engine does not answer
+        is tried with others, and puts all of them out; those may be well nevertheless.
+        """
         return self._engines_of(served).serving
 
     def prefills(self, served: Served) -> bool:
@@ -339,12 +349,16 @@ class Upstreams:
         found = self._by_served.get(served)
         if found is None:
             serving: list[Upstream] = []
+            in_doubt: list[Upstream] = []
             prefills = False
             for one in self:
                 serves = one.facts is None or _serves(one.facts, served)  # unknown engines may
                 prefills = prefills or (serves and one.role is Role.PREFILL)
                 if serves and one.facts is not None and one.state is UpstreamState.SERVING:
                     serving.append(one)
+                elif serves and one.in_doubt:
+                    in_doubt.append(one)
+            serving = serving or in_doubt
             engines = tuple(serving), prefills, _basis(serving)
             found = self._by_served[served] = _Engines(*engines)
         return found
@@ -412,8 +426,12 @@ class Upstreams:
             if upstream.problem != str(error):
                 log.warning("upstream_unusable", url=upstream.url, reason=error)
             upstream.problem = str(error)
+            if upstream.in_doubt:
+                upstream.in_doubt = False
+                upstream.changed()
             return
         upstream.state, upstream.problem, upstream.failures = UpstreamState.SERVING, None, 0
+        upstream.in_doubt = False
         upstream.changed()
         log.info(
             "upstream_serving",

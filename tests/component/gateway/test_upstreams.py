@@ -15,9 +15,11 @@ from kvd.gateway.choices import Placement, Question
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.probing import EngineKind
-from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Upstream, UpstreamState
-from tests.support.gateways import CHAT, engines
+from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Served, Upstream, UpstreamState
+from kvd_core.relay.relay import ExchangeOutcome
+from tests.support.gateways import CHAT, engines, scripted_engine
 from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.relaying import Script
 from tests.support.zmtp_fakes import until
 
 VLLM: dict[str, object] = {
@@ -156,6 +158,59 @@ async def test_no_engine_is_out_for_a_prompt_of_too_many_tokens(
         assert reply.status == 200
         assert reply.headers["x-kvd-tokens"] == "none"
         assert inner.serving() == {engine.url}
+
+
+async def test_engines_in_doubt_serve_while_no_other_does() -> None:
+    """A request that no engine answers puts all of them out, though they are well."""
+    options = EngineOptions(events=False), EngineOptions(events=False)
+    async with (
+        engines(*options) as running,
+        inner_gateway(*(Wanted(each.url) for each in running)) as inner,
+    ):
+        urls = [each.url for each in running]
+        await inner.until_serving(*urls)
+        upstreams, demo = inner.upstreams, Served("demo")
+        first, second = upstreams
+        first.note_gone("it has closed the connection", ExchangeOutcome.NO_ANSWER)
+        assert upstreams.serving(demo) == (second,)
+        second.note_gone("it broke off an answer", ExchangeOutcome.BROKEN)
+        assert upstreams.serving(demo) == (first, second)
+        await inner.until_serving(*urls)
+        for each in running:
+            each.end()
+        first.note_gone("it has closed the connection", ExchangeOutcome.NO_ANSWER)
+        second.note_gone("nothing accepts connections there", ExchangeOutcome.UNREACHABLE)
+        assert upstreams.serving(demo) == (first,)
+        await until(lambda: not upstreams.serving(demo))  # it has been asked for its health
+
+
+async def close(stream: trio.SocketStream) -> None:
+    """Closes the connection of a request."""
+
+
+async def answer_otherwise(stream: trio.SocketStream) -> None:
+    await stream.send_all(b"220 ready\r\n\r\n")
+
+
+@pytest.mark.parametrize("script", [close, answer_otherwise])
+async def test_an_engine_that_does_not_answer_a_request_is_in_doubt(script: Script) -> None:
+    async with (
+        scripted_engine(script) as url,
+        inner_gateway(Wanted(url)) as inner,
+        inner.running.client() as client,
+    ):
+        await inner.until_serving(url)
+        (upstream,) = inner.upstreams
+        changed, seen = upstream.changed, list[tuple[UpstreamState, bool]]()
+
+        def note() -> None:
+            seen.append((upstream.state, upstream.in_doubt))
+            changed()
+
+        upstream.changed = note
+        reply = await client.request("POST", CHAT, BODY % b"a")
+        assert reply.status == 502
+        assert seen[0] == (UpstreamState.OUT, True)
 
 
 @pytest.mark.parametrize("returns", [False, True])
