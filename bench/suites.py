@@ -51,7 +51,7 @@ DUMP = Suite(
 )
 REPLICA = Suite(
     "recovery",
-    "A second replica, from its start until it answers (1 s of it is deliberate)",
+    "A second replica, from its start until it answers",
     (Figure("stands_s", "seconds"), Figure("peak_mib", "its peak RSS, MiB")),
 )
 

@@ -113,6 +113,10 @@ DECISION_LOG_CLOSE_S = 2.0  # time at the end for the disk to write the lines th
 # Longest wait for the replicas that share our state, before the index is filled without them.
 JOIN_S = 5.0
 
+# Time after which a connected engine has heard of its new subscriber, and a peer has applied what
+# the engine published before.
+SUBSCRIBED_S = 0.1
+
 # Longest wait of one of several gateway processes for the engines' answers, before it serves.
 MEET_S = 5.0
 
@@ -478,10 +482,19 @@ class _Daemon:
         return list(dict.fromkeys((*self._parts.peers, *shared)))
 
     async def _recover(self, config: Config, peers: list[str]) -> bool:
-        """Fills the index from a peer; returns False if none has anything."""
+        """Fills the index from a peer; returns False if none has anything.
+
+        No event may fall between a dump and our subscriptions. So peers are asked once all engines
+        have heard of us, or when the delay is over.
+        """
         parts = self._parts
         await self._listeners.entered()
-        await trio.sleep(config.recovery_delay_s)
+        latest = trio.current_time() + config.recovery_delay_s
+        with trio.move_on_at(latest):
+            await parts.registry.wait_for_instances(config.min_initial_workers)
+            await parts.gateway.upstreams.all_met()
+            await self._listeners.connected()
+            await trio.sleep(SUBSCRIBED_S)
         recovering = recover(
             parts.state,
             peers,
@@ -489,6 +502,7 @@ class _Daemon:
             config.recovery,
             token=config.peers_token,
             dialer=self._ports.dialer,
+            again_at=latest,
         )
         peer = await RECOVERY.steps_of(recovering)
         outcome = Recovery.EMPTY if peer is None else Recovery.DONE

@@ -373,8 +373,8 @@ PEER_SETTINGS = section(
     peers=Setting(parsers.parse_peers, "URL,...", "indexers to recover the index from at startup"),
     peers_token_file=file("file with a bearer token of scope admin at the peers"),
     recovery_delay_s=pause(
-        "pause between subscribing to events and asking a peer for its dump",
-        1.0,  # as documented: past the moment in which a new subscription misses events
+        "longest wait for engines to connect, before a peer is asked for its dump",
+        1.0,  # as long as Dynamo always waits
     ),
     recovery_connect_s=seconds("time allowed to connect to a peer before the next peer is asked"),
     recovery_stall_s=seconds("time allowed without receiving a byte of a peer's dump"),

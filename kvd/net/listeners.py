@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Pause between two checks of the health of streams; shorter changes are not logged.
 HEALTH_EVERY_S = 1.0
+# Pause between two checks whether a listener is connected, while the daemon starts.
+CONNECTED_EVERY_S = 0.02
 # Listeners examined between two checkpoints: 0.4 ms, 1.5 where each has changed and is logged.
 HEALTH_SLICE = 32
 
@@ -98,6 +100,12 @@ class ListenerTasks:
             await trio.lowlevel.checkpoint()
         for _ in range(2):  # the first step of the last one's task may come behind this one's next
             await trio.lowlevel.checkpoint()
+
+    async def connected(self) -> None:
+        """Returns once all present listeners have been connected; call after `begin` is set."""
+        for listener in list(self._health):
+            while listener in self._health and not listener.connected:  # noqa: ASYNC110 - at start
+                await trio.sleep(CONNECTED_EVERY_S)
 
     async def _start_waiting(self) -> None:
         if self._begin is not None:

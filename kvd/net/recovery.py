@@ -11,7 +11,8 @@ Nothing of a dump takes effect before all of it has been received and checked.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -85,32 +86,43 @@ class _Passed(Exception):
 
 async def recover(
     state: State,
-    peers: Iterable[str],
+    peers: Sequence[str],
     stats: RecoveryStats,
     limits: RecoveryLimits | None = None,
     *,
     token: bytes = b"",
     dialer: Dialer | None = None,
+    again_at: float = -math.inf,
 ) -> str | None:
     """Takes the state of the first peer that has one; returns its URL, None if no peer has any.
 
-    Requests carry the bearer `token`, if there is one.
+    Requests carry the bearer `token`, if there is one. If no peer has anything before `again_at`
+    (monotonic), all are asked again then: they may have started together with this process.
     """
-    state.begin_recovery()
-    started = trio.current_time()
-    try:
+
+    async def ask_all() -> str | None:
         for url in peers:
             attempt = await _attempt(
                 state, url, stats, limits or RecoveryLimits(), dialer or Dialer(), token
             )
             stats.attempts[attempt] += 1
             if attempt is RecoveryOutcome.RECOVERED:
-                stats.seconds = trio.current_time() - started
-                log.info("recovered", peer=url, blocks=stats.blocks, seconds=stats.seconds)
                 return url
         return None
+
+    state.begin_recovery()
+    started = trio.current_time()
+    try:
+        url = await ask_all()
+        if url is None and trio.current_time() < again_at:
+            await trio.sleep_until(again_at)
+            url = await ask_all()
     finally:
         state.end_recovery()
+    if url is not None:
+        stats.seconds = trio.current_time() - started
+        log.info("recovered", peer=url, blocks=stats.blocks, seconds=stats.seconds)
+    return url
 
 
 async def _attempt(

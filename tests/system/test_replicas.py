@@ -133,6 +133,27 @@ def test_a_second_replica_takes_the_state_and_follows(kvd_process: Start) -> Non
         assert "event=recovered" in second.stderr
 
 
+def test_a_peer_is_asked_once_all_engines_are_connected(kvd_process: Start) -> None:
+    """The delay is only the longest wait, as events before the subscriptions are in the dump."""
+    traffic = Traffic(2)
+    environ = {"KVD_RECOVERY_DELAY_S": "600", "DYN_ROUTER_MIN_INITIAL_WORKERS": "2"}
+    with engines(2) as made:
+        first = kvd_process()
+        for number, engine in enumerate(made):
+            register(first, number, engine)
+            traffic.step(engine)
+        first.wait_until(lambda: len({row[0] for row in rows(first)}) == 2, "filled")
+        second = kvd_process("--peers", first.base_url, environ=environ)
+        register(second, 0, made[0])
+        made[0].wait_subscribed(2, 10)
+        made[1].unbind()
+        register(second, 1, made[1])
+        second.wait_until(lambda: "Connection refused" in str(get(second, "/workers")), "refused")
+        assert rows(second) == []
+        made[1].bind()
+        second.wait_until(all_equal([first, second]), "recovered")
+
+
 def test_the_gate_opens_when_enough_workers_register(kvd_process: Start) -> None:
     with engines(2) as made:
         server = kvd_process(environ={"DYN_ROUTER_MIN_INITIAL_WORKERS": "2"})

@@ -12,6 +12,7 @@ from functools import partial
 import msgpack
 import pytest
 import trio
+import trio.testing
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.index.partitions import State
@@ -119,6 +120,20 @@ async def test_a_peer_that_is_being_filled_is_passed_over() -> None:
     filling.state.begin_recovery()
     async with filling.served() as url, peer(answer(GOOD)) as good:
         assert await fresh.recover(url, good) == [RecoveryOutcome.RECOVERED, RecoveryOutcome.EMPTY]
+
+
+async def test_peers_that_had_nothing_are_asked_again(mock_clock: trio.testing.MockClock) -> None:
+    """Replicas that start together: one of them restores its own snapshot meanwhile."""
+    state, stats, answers = State(), RecoveryStats(), [answer(b"{}"), answer(GOOD)]
+    async with peer(lambda stream: answers.pop(0)(stream)) as url, trio.open_nursery() as nursery:
+        nursery.start_soon(partial(recover, state, [url], stats, again_at=10.0))
+        while not stats.attempts[RecoveryOutcome.EMPTY]:
+            await trio.lowlevel.checkpoint()
+        assert len(answers) == 1
+        assert state.recovering
+        mock_clock.jump(10)
+    assert stats.attempts[RecoveryOutcome.RECOVERED] == 1
+    assert stats.blocks == 3
 
 
 # ---- past broken peers

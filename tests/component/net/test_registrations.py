@@ -46,10 +46,10 @@ class Daemon:
         ready = trio.Event()
         ready.set()
         self.state = State()
-        tasks = ListenerTasks(
+        self.tasks = ListenerTasks(
             nursery, context, ready, HASTY, ReplayOptions(idle_s=5.0), health_every_s=0.01
         )
-        self.registry = Registry(self.state, tasks)
+        self.registry = Registry(self.state, self.tasks)
         self.worker = worker
         self.server = ReplayServer(context, three_frames)
 
@@ -110,6 +110,26 @@ async def test_many_connect_one_by_one_once_it_is_time(
     registry.register(RankKey(PARTITION, 20, 0), "tcp://127.0.0.1:1", BLOCK, None)
     await tasks.entered()
     assert len(dialer._links) == 21
+
+
+async def test_all_present_listeners_are_waited_for_until_they_are_connected(
+    daemon: Daemon, nursery: trio.Nursery
+) -> None:
+    daemon.registry.register(RankKey(PARTITION, 1, 1), "tcp://127.0.0.1:1", BLOCK, None)
+    returned, connected = trio.Event(), []
+
+    async def wait() -> None:
+        await daemon.tasks.connected()
+        present = [each for each in daemon.registry.registrations() if each.owners]
+        connected.extend(each.listener.connected for each in present)
+        returned.set()
+
+    nursery.start_soon(wait)
+    await until(lambda: daemon.listener.connected)
+    await daemon.unregister(dp_rank=1)
+    with trio.fail_after(NOT_MY_FAULT_S):
+        await returned.wait()
+    assert connected == [True]
 
 
 async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:
