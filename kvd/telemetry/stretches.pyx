@@ -206,6 +206,7 @@ cdef class _Steps:
                 return end.value
             finally:
                 leave()
+            value = None  # while it waits, an exception would keep all its frames alive
             try:
                 value, send = (yield trap), self._coroutine.send
             except BaseException as error:  # thrown in by trio, for the coroutine to see

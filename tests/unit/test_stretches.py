@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import select
-from collections.abc import AsyncIterator, Callable
+import types
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import suppress
 from time import perf_counter
 
 import pytest
@@ -182,6 +185,38 @@ async def test_a_coroutine_hears_what_it_waited_for() -> None:
         nursery.start_soon(send.send, 1)
         nursery.start_soon(send.send, 2)
         assert await DUMP.steps_of(takes()) == 3
+
+
+@types.coroutine
+def trap() -> Generator[None, object, None]:
+    yield
+
+
+class Sent:
+    """What a coroutine is sent."""
+
+
+class Thrown(Exception):
+    """What a coroutine is thrown."""
+
+
+def test_nothing_of_an_earlier_wait_stays_alive() -> None:
+    """A cancellation would keep all its frames, for as long as a listener rests."""
+
+    async def rests() -> None:
+        with suppress(Thrown):
+            await trap()
+        await trap()
+
+    for kind, resume in ((Sent, "send"), (Thrown, "throw")):
+        steps = EVENTS.steps_of(rests()).__await__()
+        next(steps)
+        given = kind()
+        earlier = weakref.ref(given)
+        getattr(steps, resume)(given)
+        del given
+        assert earlier() is None
+        steps.close()
 
 
 def test_each_item() -> None:
