@@ -79,8 +79,12 @@ class LinkSessions:
         shortest, longest = self._options.reconnect_s, self._options.reconnect_max_s
         pause_s = shortest
         while True:
-            started = trio.current_time()
-            why = await self._survive_session()
+            started, why = trio.current_time(), "internal error"
+            try:
+                why = await self._session()
+            except* Exception:  # a bug costs the message that it hit, and the link
+                self._linked.crashed()
+                self._log.exception("stream_crashed")
             now = trio.current_time()
             self._linked.failed(why, now)
             if now - started > 2 * longest:
@@ -88,16 +92,6 @@ class LinkSessions:
             self._log.warning("stream_failed", error=why, retry_s=pause_s)
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest)
-
-    async def _survive_session(self) -> str:
-        """Runs a session and returns why it ended; a bug costs the message it hit and the link."""
-        why = "internal error"
-        try:
-            why = await self._session()
-        except* Exception:
-            self._linked.crashed()
-            self._log.exception("stream_crashed")
-        return why
 
     async def _session(self) -> str:
         """Reads over one link while it can be used; returns why it no longer can."""
@@ -113,21 +107,14 @@ class LinkSessions:
             return f"failed to connect ZMQ SUB socket to {linked.endpoint}: {why}"
         self._dialer.watch(link, address)
         try:
-            return await self._read(link, address)
+            linked.connecting()
+            moved = [partial(self._moved, address)] if is_named(linked.endpoint) else []
+            why = await _first(partial(self._reader.receive, link), link.watch, *moved)
+            await self._reader.receive_rest(link)
+            return why
         finally:
             self._dialer.leave(link)
             await link.aclose()
-
-    async def _read(self, link: Link, address: str) -> str:
-        linked = self._linked
-        linked.connecting()
-        runs: list[Callable[[], Awaitable[str]]]
-        runs = [link.watch]
-        if is_named(linked.endpoint):
-            runs.append(partial(self._moved, address))
-        why = await _first(partial(self._reader.receive, link), *runs)
-        await self._reader.receive_rest(link)
-        return why
 
     async def _link(self, address: str) -> Link:
         linked, options, topics = self._linked, self._options, self._topics
@@ -149,13 +136,16 @@ async def _first(here: Callable[[], Awaitable[str]], *runs: Callable[[], Awaitab
     `here` runs in the calling task, since a task of its own would cost each rank 1.3 KB.
     """
     answers: list[str] = []
-
-    async def run(one: Callable[[], Awaitable[str]]) -> None:
-        answers.append(await one())
-        nursery.cancel_scope.cancel()
-
     async with trio.open_nursery() as nursery:
         for one in runs:
-            nursery.start_soon(run, one)
-        await run(here)
+            nursery.start_soon(_answer, one, answers, nursery.cancel_scope)
+        answers.append(await here())
+        nursery.cancel_scope.cancel()
     return answers[0]
+
+
+async def _answer(
+    run: Callable[[], Awaitable[str]], answers: list[str], others: trio.CancelScope
+) -> None:
+    answers.append(await run())
+    others.cancel()

@@ -7,6 +7,9 @@
 
 There is one connection at a time, and only reading its messages reveals its end. So all messages
 of a connection are read before its end is reported, and the next one is made only then.
+
+A fleet has thousands of links, nearly all of them at rest. So what a resting link keeps is small: a
+coroutine that waits takes some 250 bytes, a cancel scope 700.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from kvd.net.arrivals import Serve
     from kvd.net.link import Linked, LinkOptions
     from kvd.net.streamlog import StreamLog
-    from kvd.net.streams import SocketAddress
     from kvd_core.zmq.drain import Inbox
 
 
@@ -66,22 +68,45 @@ class ZmtpLink:
         self._subscriber: Subscriber | None = None  # the connection, once its handshake is done
         self._given_up = ""
         self._patience = trio.CancelScope()  # around the wait that `watch` is in
-        # Around the wait of an owner while there is no connection.
-        self._unjoined: trio.CancelScope | None = None
+        self._unjoined: trio.lowlevel.Task | None = None  # waits while there is no connection
 
     async def watch(self) -> str:
         """Keeps connected and informs the owner; returns why the link can no longer be used."""
-        why = await self._keep_connected()
-        return f"{self._given_up}: {self._linked.endpoint}" if self._given_up else why
+        options, endpoint = self._options, self._linked.endpoint
+        pause_s = options.reconnect_s
+        while not self._given_up:
+            fault = LOST
+            try:
+                subscriber = await self._connect()
+            except OSError as error:
+                why = os.strerror(error.errno or errno.EINVAL)
+                return f"failed to connect ZMQ SUB socket to {endpoint}: {why}"
+            if subscriber is not None and not (fault := await self._shake(subscriber)):
+                pause_s = options.reconnect_s
+                self._join(subscriber)
+                await self._outlast_silence(subscriber)
+                fault = subscriber.fault or LOST
+            if fault not in (LOST, NO_HANDSHAKE):
+                return f"{self._given_up or fault}: {endpoint}"
+            with self._within(pause_s):
+                await trio.sleep_forever()
+            await self._arrivals.take_turn()
+            pause_s = min(2 * pause_s, options.reconnect_max_s)
+        return f"{self._given_up}: {endpoint}"
 
-    async def wait(self, serve: Serve = nothing) -> None:
+    def wait(self, serve: Serve = nothing) -> Coroutine[object, object, None]:
         """Calls `serve` when messages come, until it returns False or the connection changes."""
         if self._subscriber is not None:
-            await self._arrivals.wait(self._subscriber.fd, serve)
-        else:
-            with trio.CancelScope() as self._unjoined:
-                await trio.sleep_forever()
-            self._unjoined = None
+            return self._arrivals.wait(self._subscriber.fd, serve)
+        return self._wait_joined()
+
+    async def _wait_joined(self) -> None:
+        self._unjoined = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(self._wait_no_more)
+
+    def _wait_no_more(self, _: object) -> trio.lowlevel.Abort:
+        self._unjoined = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
     def give_up(self, why: str) -> None:
         """Ends `watch`, with that reason."""
@@ -116,29 +141,6 @@ class ZmtpLink:
             self._subscriber.unsubscribe()
             self._subscriber.close()
 
-    async def _keep_connected(self) -> str:
-        """Makes one connection after another; returns why it makes no further one."""
-        options, endpoint = self._options, self._linked.endpoint
-        pause_s = options.reconnect_s
-        while not self._given_up:
-            try:
-                sock, address = stream_socket(self._address)
-            except OSError as error:
-                why = os.strerror(error.errno or errno.EINVAL)
-                return f"failed to connect ZMQ SUB socket to {endpoint}: {why}"
-            fault = LOST
-            if (subscriber := await self._connect(sock, address)) is not None:
-                fault = await self._shake(subscriber)
-                if not fault:
-                    pause_s = options.reconnect_s
-                    fault = await self._stay(subscriber)
-            if fault not in (LOST, NO_HANDSHAKE):
-                return f"{fault}: {endpoint}"
-            await self._pause(pause_s)
-            await self._arrivals.take_turn()
-            pause_s = min(2 * pause_s, options.reconnect_max_s)
-        return self._given_up
-
     def _within(self, seconds: float) -> trio.CancelScope:
         """Returns a cancel scope that ends after `seconds`, or when the link is given up.
 
@@ -149,14 +151,10 @@ class ZmtpLink:
             self._patience.cancel()
         return self._patience
 
-    async def _pause(self, seconds: float) -> None:
-        with self._within(seconds):
-            await trio.sleep_forever()
-
-    async def _connect(
-        self, sock: trio.socket.SocketType, address: SocketAddress
-    ) -> Subscriber | None:
+    async def _connect(self) -> Subscriber | None:
+        """Connects; returns None if the engine is away, raises OSError if it cannot be tried."""
         options = self._options
+        sock, address = stream_socket(self._address)
         with sock:
             tune(sock)
             try:
@@ -181,16 +179,14 @@ class ZmtpLink:
                 report_lost(self._linked, self._log, fault)
         return fault
 
-    async def _stay(self, subscriber: Subscriber) -> str:
-        """Reports the connection as made, and stays until it has ended; returns why it ended."""
-        linked = self._linked
+    def _join(self, subscriber: Subscriber) -> None:
+        """Reports the connection as made."""
         self._subscriber = subscriber
-        linked.joined()
+        self._linked.joined()
         if self._unjoined is not None:
-            self._unjoined.cancel()
-        self._log.info("stream_joined", endpoint=linked.endpoint)
-        await self._outlast_silence(subscriber)
-        return subscriber.fault or LOST
+            unjoined, self._unjoined = self._unjoined, None
+            trio.lowlevel.reschedule(unjoined)
+        self._log.info("stream_joined", endpoint=self._linked.endpoint)
 
     async def _outlast_silence(self, subscriber: Subscriber) -> None:
         """Returns when the connection has ended or the link was given up.
@@ -200,21 +196,22 @@ class ZmtpLink:
         every_s, timeout_s = self._options.heartbeat_s, self._options.heartbeat_timeout_s
         reads, asked_at = -1, 0.0
         while self._subscriber is subscriber and not self._given_up:
+            pause_s = every_s
             if not subscriber.answers_pings:
-                await self._pause(math.inf)
+                pause_s = math.inf
             elif subscriber.reads != reads:
                 reads, asked_at = subscriber.reads, 0.0
-                await self._pause(every_s)
             elif not asked_at:
                 subscriber.ping()
                 asked_at = trio.current_time()
-                await self._pause(min(every_s, timeout_s))
+                pause_s = min(every_s, timeout_s)
             elif (left_s := asked_at + timeout_s - trio.current_time()) > 0:
-                await self._pause(min(every_s, left_s))
-            elif subscriber.has_unread:  # an answer has come: this loop was late, not the engine
-                await self._pause(every_s)
-            else:
+                pause_s = min(every_s, left_s)
+            elif not subscriber.has_unread:  # else an answer has come: this loop was late
                 self._end(LOST)
+                return
+            with self._within(pause_s):
+                await trio.sleep_forever()
 
     def _end(self, why: str) -> None:
         subscriber, self._subscriber = self._subscriber, None
