@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvd.errors import Invalid, KvdError, Unavailable
@@ -11,6 +11,7 @@ from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
+from kvd.selection.tuning import Tuning
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.endpoints import Addresses, is_endpoint
@@ -41,13 +42,18 @@ class Admission:
         self,
         entries: Mapping[int, CatalogEntry],
         candidates: Mapping[PartitionKey, Candidates],
+        left: Iterable[PartitionKey],
         registry: Registry,
         options: RouterOptions,
+        tuning: Tuning,
         served: ServedModels,
     ) -> None:
+        """`left` are the models and tenants that have lost their last worker, the first first."""
         self._served = served
         self._entries = entries
         self._candidates = candidates
+        self._left = left
+        self._tuning = tuning
         self._registry = registry
         self._options = options
 
@@ -116,10 +122,30 @@ class Admission:
 
     def check_partitions(self) -> None:
         """Raises Unavailable if there are too many models and tenants for another one."""
-        if len(self._candidates) >= self._options.max_partitions:
+        if self.is_full and self.replaceable() is None:
             raise Unavailable(
                 f"the limit of {self._options.max_partitions} models and tenants is reached"
             )
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether another model and tenant has to take the place of one without workers."""
+        return len(self._candidates) >= self._options.max_partitions
+
+    def replaceable(self) -> PartitionKey | None:
+        """Returns the model and tenant whose last worker left longest ago, None if there is none.
+
+        Passes over those whose selections still wait to be refused, and those whose settings a call
+        has changed: their changes are kept, and need a bound.
+        """
+        return next(
+            (
+                key
+                for key in self._left
+                if not len(self._candidates[key].queue) and not self._tuning.has_changes(key)
+            ),
+            None,
+        )
 
     def check_all(self, records: list[WorkerRecord], gone: Candidates | None) -> None:
         """Raises an error unless all records could be scheduled after `gone` have left."""

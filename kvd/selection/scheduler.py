@@ -154,13 +154,14 @@ class Scheduler:
         finally:
             self._stats.waits.observe(self._clock() - since)
             assert held.waiting is not None
-            candidates = self._candidates[held.ask.key]
-            candidates.queue.remove(held.waiting)
-            if not len(candidates.queue):
-                candidates.ledger.loads.on_eased(None)
+            candidates = self._candidates.get(held.ask.key)
             self.held -= 1
-            if held.drains_queue:
-                self.drain_queue(candidates)
+            if candidates is not None:  # else its workers have left, and it is in no queue
+                candidates.queue.remove(held.waiting)
+                if not len(candidates.queue):
+                    candidates.ledger.loads.on_eased(None)
+                if held.drains_queue:
+                    self.drain_queue(candidates)
         if held.answer is None:
             self._stats.ended(held.ask, SelectionOutcome.TIMED_OUT)
             raise Unserved(SelectionOutcome.TIMED_OUT, "all workers are busy", retry_after_s=1)

@@ -89,6 +89,10 @@ class Tuning:
         self._change(key, changes, tuple(left))
         self.take_back(key, left)
 
+    def has_changes(self, key: PartitionKey) -> bool:
+        """Returns whether any settings of a model and tenant are changed."""
+        return key in self._changes or (key.model_name, None) in self._changes
+
     def holds(self, key: TuningKey, changes: Mapping[str, Any]) -> bool:
         """Returns whether all these settings are changed for a key, to exactly these values."""
         own = self._changes.get(key, {})

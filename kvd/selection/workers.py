@@ -71,7 +71,11 @@ class Workers:
         self.speeds = speeds
         self.changes = 0  # number of changes to the catalog
         self._on_change = on_change
-        self._admission = Admission(self.entries, candidates, registry, options, state.served)
+        # Models and tenants without workers and bookings, in the order in which they lost them.
+        self._left: dict[PartitionKey, None] = {}
+        self._admission = Admission(
+            self.entries, candidates, self._left, registry, options, tuning, state.served
+        )
         self._changing = trio.Lock()
         self._blocked: set[int] = set()  # workers that only others keep from being scheduled
         self._due: deque[int] = deque()  # blocked workers that are to be judged again
@@ -347,6 +351,8 @@ class Workers:
             yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
             if number % REMOVAL_SLICE == 0:
                 yield
+        if not candidates.workers:
+            self._left[candidates.key] = None
 
     def _join(self, record: WorkerRecord, before: WorkerRecord | None) -> Iterator[None]:
         """Listens to a worker's ranks and makes them selectable; raises as `register` does.
@@ -361,18 +367,23 @@ class Workers:
             yield from self._listen(record, record.block_size)
         if before is not None:
             self._take_out(before)
-        if record.key not in self._candidates:
-            settings = self._tuning.settings(*record.key)
-            self._candidates[record.key] = Candidates(
-                record.key, self._options, self._state, settings
-            )
-        candidates = self._candidates[record.key]
+        candidates = self._candidates.get(record.key) or self._new(record.key)
+        self._left.pop(record.key, None)
         self._reservations.open_ledger(candidates, record.block_size)
         candidates.ledger.add_ranks(record.worker_id, record.ranks.start, len(record.ranks))
         candidates.workers[record.worker_id] = record
         candidates.changed()
         if self._options.uses_kv_events:
             self._streams.judge_joined(candidates, record)
+
+    def _new(self, key: PartitionKey) -> Candidates:
+        """Makes the candidates of a model and tenant, in place of others at the bound."""
+        if self._admission.is_full and (gone := self._admission.replaceable()) is not None:
+            del self._left[gone], self._candidates[gone]
+        settings = self._tuning.settings(*key)
+        candidates = Candidates(key, self._options, self._state, settings)
+        self._candidates[key] = candidates
+        return candidates
 
     def _listen(self, record: WorkerRecord, block_size: int) -> Iterator[None]:
         heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)

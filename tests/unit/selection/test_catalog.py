@@ -17,9 +17,11 @@ from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.records import rows
 from kvd.faces.selection.workers import listed
-from kvd.model import RankKey
-from kvd.selection.options import RouterOptions
+from kvd.model import PartitionKey, RankKey
+from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.requests import QueuedRequest
+from kvd.selection.stats import SelectionOutcome, Unserved
+from kvd.selection.tuning import TuningKey
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import LISTENED_SLICE, RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
@@ -862,4 +864,64 @@ async def test_many_are_judged_again_in_slices() -> None:
     assert len(service.candidates().workers) == RECONSIDERED
     assert sum(1 for _ in service.selections.run_due(service.now)) == 1
     assert len(service.candidates().workers) == count
+    service.check()
+
+
+# ---- models and tenants without workers
+
+
+def model(number: int) -> PartitionKey:
+    return PartitionKey(f"model{number}", "t")
+
+
+async def test_models_whose_workers_have_left_make_room_for_others() -> None:
+    service = Service(RouterOptions(max_partitions=3))
+    workers = service.selections.workers
+    await workers.put(worker(1))
+    for number in range(6):
+        assert (await workers.put(worker(2, model(number)))).reasons == []
+        service.reserve("a", (2, 0), [1], 4, model(number))
+        await workers.delete(2)
+        service.check()
+    assert service.selections.candidates.keys() == {M, model(4), model(5)}
+    await workers.put(worker(2, model(4)))  # this one has workers again, so the other one goes
+    assert (await workers.put(worker(3, model(6)))).reasons == []
+    assert service.selections.candidates.keys() == {M, model(4), model(6)}
+    (reason,) = (await workers.put(worker(4, model(7)))).reasons
+    assert reason == "the limit of 3 models and tenants is reached"
+    await workers.delete(2)
+    assert workers.entries[4].reasons == []
+    assert service.selections.candidates.keys() == {M, model(6), model(7)}
+    service.check()
+
+
+@pytest.mark.parametrize("changed", [model(0), (model(0).model_name, None)], ids=["tenant", "all"])
+async def test_models_with_settings_of_their_own_are_not_replaced(changed: TuningKey) -> None:
+    service = Service(RouterOptions(max_partitions=2))
+    workers, tuning = service.selections.workers, service.selections.tuning
+    for number in range(2):
+        await workers.put(worker(1, model(number)))
+    await workers.delete(1)
+    tuning.change(changed, {"mode": RouterMode.RANDOM.core})
+    assert (await workers.put(worker(1, model(2)))).reasons == []
+    assert service.selections.candidates.keys() == {model(0), model(2)}
+    assert (await workers.put(worker(2, model(3)))).blocked
+    tuning.take_back(changed, ["mode"])
+    assert (await workers.put(worker(2, model(3)))).reasons == []
+    assert service.selections.candidates.keys() == {model(2), model(3)}
+
+
+async def test_a_selection_that_waits_is_refused_though_its_model_is_replaced() -> None:
+    service = Service(RouterOptions(Settings(queue_threshold=1.0), max_partitions=1))
+    workers = service.selections.workers
+    await workers.put(worker(1, max_num_batched_tokens=1))
+    service.reserve("a", (1, 0), [901], 2)
+    held = service.select([1])
+    assert isinstance(held, QueuedRequest)
+    await workers.delete(1)
+    assert (await workers.put(worker(1, N))).reasons == []
+    assert service.selections.candidates.keys() == {N}
+    with pytest.raises(Unserved) as refused:
+        await service.selections.scheduler.wait(held)
+    assert refused.value.outcome is SelectionOutcome.NO_WORKERS
     service.check()
