@@ -230,6 +230,8 @@ class EngineChooser:
                 attempt.later = self._tokens.note(
                     asked, served, basis, attempt.body, tokens, pool, engines
                 )
+            if not asked.reads_cache:
+                pool.match(b"", b"", tokens.count)
         attempt.prompt = pool.hold(), pool.block_size
 
     def _chosen(

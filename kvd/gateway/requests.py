@@ -74,6 +74,9 @@ FIELDS = (
     "metadata",
     "nvext",
     "priority",
+    "echo",
+    "logprobs",
+    "prompt_logprobs",
 )
 # Members that determine a prompt's tokens; they go to an engine's tokenizer unchanged.
 CHAT_MEMBERS = (
@@ -147,6 +150,7 @@ class ClientRequest(NamedTuple):
     priority: int = 0  # as the engine reads it
     priority_jump: float | None = None  # seconds by which the request asks to count as older
     media: bool = False  # it has images or sounds, whose tokens do not say which they are
+    reads_cache: bool = True  # else its engine computes the whole prompt, whatever is cached
 
     @property
     def messages(self) -> bytes:
@@ -247,6 +251,7 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         _priority(known.get(PRIORITY_HEADER, b""), members),
         _priority_jump(hints) if hints else None,
         any(has_media(spans[name]) for name in MEDIA_MEMBERS if name in spans),
+        not _asks_for_logprobs_of_prompt(api, members),
     )
 
 
@@ -329,6 +334,17 @@ def _expected_output(members: Mapping[str, object], hints: Mapping[str, Any]) ->
             break
     hinted = _count(hints.get("osl"))
     return limit if hinted is None else min(hinted, limit or hinted)
+
+
+def _asks_for_logprobs_of_prompt(api: Api, members: Mapping[str, object]) -> bool:
+    """Returns whether the answer has log probabilities of the prompt's tokens.
+
+    Engines compute these anew, as caches do not have them. With `echo` the prompt is a part of the
+    answer; in a chat vLLM then computes them, asked for or not.
+    """
+    if members.get("prompt_logprobs") is not None:
+        return True
+    return members.get("echo") is True and (api is Api.CHAT or members.get("logprobs") is not None)
 
 
 def _priority(header: bytes, members: Mapping[str, object]) -> int:

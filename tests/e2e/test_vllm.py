@@ -228,11 +228,14 @@ def test_every_prediction_is_what_the_engine_reports(gateway_of: Callable[..., G
             more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
             gateway.ask("/v1/completions", {"prompt": prompt, **more})
             gateway.ask("/v1/chat/completions", {"messages": [user(prompt)], **more})
+        for members in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 0}, {"echo": True}):
+            gateway.ask("/v1/completions", {"prompt": prompt, **members})
+        gateway.ask("/v1/chat/completions", {"messages": [user(prompt)], "echo": True})
     ids = [random.randrange(10, 1000) for _ in range(200)]
     headers, _ = gateway.ask("/v1/completions", {"prompt": ids})
     assert headers["x-kvd-tokens"] == "ids"
     gateway.ask("/v1/completions", {"prompt": ids})
-    assert gateway.agreed == 30
+    assert gateway.agreed == 46
 
 
 def test_a_reset_a_restart_and_an_abort(

@@ -95,6 +95,21 @@ async def test_a_count_of_tokens_caches_nothing() -> None:
         assert answered.headers["x-kvd-matched-tokens"] == "0"
 
 
+async def test_log_probabilities_of_a_prompt_are_in_no_cache() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, _, _):
+
+        async def matched(path: str, body: dict[str, object]) -> int:
+            answered = await client.post(path, {"model": "demo", "max_tokens": 4, **body})
+            return int(answered.headers["x-kvd-matched-tokens"])
+
+        chat: dict[str, object] = {"messages": [{"role": "user", "content": TEXT}]}
+        for path, body in (("/v1/completions", {"prompt": TEXT}), ("/v1/chat/completions", chat)):
+            await matched(path, body)
+            assert await matched(path, {**body, "prompt_logprobs": 1}) == 0
+            assert await matched(path, {**body, "echo": True, "logprobs": 1}) == 0
+            assert await matched(path, body) > 0
+
+
 async def test_images_are_in_no_tokens() -> None:
     """Only the turns before them are known, and the conversation stays where it is."""
     image = {"url": "data:image/png;base64," + "a" * 100_000}

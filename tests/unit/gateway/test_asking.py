@@ -46,6 +46,24 @@ def test_the_expected_output(members: dict[str, Any], expected: int | None) -> N
 
 
 @pytest.mark.parametrize(
+    ("api", "members", "reads_cache"),
+    [
+        (Api.COMPLETIONS, {"logprobs": 3, "echo": False, "prompt_logprobs": None}, True),
+        (Api.COMPLETIONS, {"prompt_logprobs": 0}, False),
+        (Api.COMPLETIONS, {"echo": True}, True),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 0}, False),
+        (Api.CHAT, {"logprobs": True}, True),
+        (Api.CHAT, {"prompt_logprobs": 0}, False),
+        (Api.CHAT, {"echo": True}, False),
+    ],
+)
+def test_what_is_computed_whatever_is_cached(
+    api: Api, members: dict[str, Any], reads_cache: bool
+) -> None:
+    assert read(api, [], json.dumps(members).encode()).reads_cache is reads_cache
+
+
+@pytest.mark.parametrize(
     ("hints", "jump"),
     [
         ({}, None),
