@@ -469,7 +469,6 @@ class Upstreams:
         if upstream.advice != DISAGREE or upstream.state is not UpstreamState.SERVING:
             upstream.advice = facts.advice
         await self._register(upstream, facts)
-        self._name()
         return facts
 
     def _doubts(self, upstream: Upstream, faults: frozenset[str]) -> bool:
@@ -558,10 +557,11 @@ class Upstreams:
             if upstream.advice == DISAGREE:
                 facts = replace(facts, events={}, replays={})
             reasons = await self._choices.register(record_of(upstream, facts))
-            if reasons:
-                raise NotAnEngine("; ".join(reasons))
             upstream.facts = facts
             upstream.changed()
+            self._name()
+            if reasons:
+                raise NotAnEngine("; ".join(reasons))
 
     def _check_role(self, upstream: Upstream, facts: Facts) -> None:
         """Raises NotAnEngine for a prefill engine that cannot hand over to others of its model."""

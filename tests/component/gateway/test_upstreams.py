@@ -65,18 +65,23 @@ class Answering:
 
 
 @asynccontextmanager
-async def watched() -> AsyncIterator[tuple[Answering, Upstream]]:
-    """Yields an engine, and what the gateway in front of it knows of it."""
+async def answering() -> AsyncIterator[tuple[Answering, str]]:
+    """Yields an engine and its URL."""
     engine = Answering()
     async with trio.open_nursery() as nursery:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery.start_soon(trio.serve_listeners, engine.serve, listeners)
-        url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
-        async with inner_gateway(Wanted(url)) as inner:
-            await inner.until_serving(url)
-            (upstream,) = inner.upstreams
-            yield engine, upstream
+        yield engine, f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def watched() -> AsyncIterator[tuple[Answering, Upstream]]:
+    """Yields an engine, and what the gateway in front of it knows of it."""
+    async with answering() as (engine, url), inner_gateway(Wanted(url)) as inner:
+        await inner.until_serving(url)
+        (upstream,) = inner.upstreams
+        yield engine, upstream
 
 
 async def ask(upstream: Upstream) -> None:
@@ -109,6 +114,39 @@ async def test_what_an_engine_cannot_say_for_a_while_is_as_before(path: str) -> 
         await ask(upstream)  # what it never says does not keep the rest from being believed
         assert upstream.facts.names == ["demo", "new"]
         assert upstream.state is UpstreamState.SERVING
+
+
+async def test_of_an_engine_that_cannot_be_chosen_is_known_what_it_serves_now() -> None:
+    async with (
+        answering() as (_, first),
+        answering() as (engine, url),
+        inner_gateway(Wanted(first), Wanted(url)) as inner,
+    ):
+        engine.answers["/v1/models"] = {"data": [{"id": "before"}]}
+        await inner.until_serving(first, url)
+        upstream = next(each for each in inner.upstreams if each.url == url)
+        engine.answers["/v1/models"] = VLLM["/v1/models"]
+        engine.answers["/metrics"] = 'vllm:cache_config_info{block_size="64"} 1\n'
+        await ask(upstream)
+        assert upstream.state is UpstreamState.OUT
+        assert upstream.problem == "block_size 64 differs from 32 of its model"
+        assert upstream.facts is not None
+        assert (upstream.facts.names, upstream.facts.block_size) == (["demo"], 64)
+        async with inner.running.client() as client:
+            reply = await client.request("POST", CHAT, BODY.replace(b"demo", b"before") % b"a")
+        assert reply.status == 404
+        assert inner.serving() == {first}
+
+
+async def test_an_engine_that_was_refused_at_once_has_said_what_it_serves() -> None:
+    async with answering() as (one, first), answering() as (_, second):
+        one.answers["/metrics"] = 'vllm:cache_config_info{block_size="64"} 1\n'
+        async with inner_gateway(Wanted(first), Wanted(second)) as inner:
+            await until(lambda: any(each.problem for each in inner.upstreams))
+            await until(lambda: len(inner.serving()) == 1)
+            async with inner.running.client() as client:
+                reply = await client.request("POST", CHAT, BODY.replace(b"demo", b"none") % b"a")
+            assert reply.status == 404
 
 
 async def test_an_engine_too_busy_to_say_what_it_is_has_as_long_as_for_its_health(
