@@ -14,9 +14,11 @@ MOST_NAMED = 4  # registered names, or ranks, that a finding lists
 
 def check_identity(evidence: Evidence) -> Iterator[Finding]:
     """Yields models and tenants that are asked for in vain, and faults of registrations."""
+    # Workers that cannot be chosen are registered all the same, and have findings of their own.
+    registered = evidence.registered.union(worker.key for worker in evidence.workers)
     for key, asked in evidence.unknown.items():
-        if key not in evidence.registered:
-            yield _unknown(key, asked, evidence.registered)
+        if key not in registered:
+            yield _unknown(key, asked, registered)
     for model in evidence.models:
         yield from _check_ranks(model)
     for shared in evidence.endpoints:

@@ -23,6 +23,16 @@ def test_selections_for_another_name_of_the_model(patient: Patient) -> None:
     assert "big" in patient.finds("model_name_mismatch", "bigger/default")["remedy"]
 
 
+def test_selections_for_a_model_whose_worker_cannot_be_chosen(patient: Patient) -> None:
+    worker = {"worker_id": 1, "model_name": "unheard", "endpoint": "http://127.0.0.1:1"}
+    patient.post("selection", "/workers", {**worker, "block_size": BLOCK_SIZE}, status=201)
+    body = {"model_name": "unheard", "token_ids": prompt(1)}
+    patient.post("selection", "/select", body, status=503)
+    assert patient.finds("rank_missing", "worker 1 of unheard/default")
+    about = [each["name"] for each in patient.findings() if "unheard" in each["subject"]]
+    assert about == ["rank_missing"]
+
+
 def test_bookings_for_another_name_of_the_model(patient: Patient) -> None:
     body = {
         "model_name": "booked",
