@@ -34,6 +34,7 @@ from kvd.cli.settings_page import render_page
 from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.config.file import render
+from kvd.platform.descriptors import open_standard_streams
 from kvd.telemetry import logs
 from kvd.wire.egress import EgressPolicy
 
@@ -46,6 +47,7 @@ EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits 2 on a usage error."""
+    open_standard_streams()
     arguments = sys.argv[1:] if argv is None else argv
     # Building the options of all other commands would take most of the parser's time.
     known = arguments[0] if arguments and arguments[0] in COMMANDS else None

@@ -13,6 +13,7 @@ import fcntl
 import os
 import resource
 import socket
+import sys
 from typing import Any
 
 # Descriptors of a listener with CURVE, 4 seen in /proc/PID/fd: its SUB socket and the pair at its
@@ -43,6 +44,20 @@ MAX_WAITING = 16_384
 ROOM = 16_384
 
 ENOUGH = OTHER_DESCRIPTORS + MAX_WAITING + MAX_LISTENERS * LISTENER_DESCRIPTORS
+
+
+def open_standard_streams() -> None:
+    """Opens those of the descriptors 0 to 2 with which this process was started closed.
+
+    The next file or socket would get such a number, and log lines would be written into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def raise_limit() -> int:

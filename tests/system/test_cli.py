@@ -409,6 +409,20 @@ def test_a_command_without_standard_output_says_so() -> None:
     assert ended.stderr == "kvd: cannot write: standard output is closed\n"
 
 
+def test_a_daemon_without_standard_streams_serves(tmp_path: Path) -> None:
+    port = find_free_port()
+    command = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-m", "kvd", "indexer"]
+    server = Server([*command, "--port", str(port)], tmp_path, port, clean_environment())
+    try:
+        server.wait_healthy()
+        folder = Path(f"/proc/{server.process.pid}/fd")
+        # No other file or socket has the number that log lines are written to.
+        assert {str((folder / number).readlink()) for number in "012"} == {os.devnull}
+    finally:
+        code = server.stop()
+    assert code == 0
+
+
 def test_both_faces_are_one_process(tmp_path: Path) -> None:
     with (
         running_both(tmp_path) as (server, slot_tracker),
