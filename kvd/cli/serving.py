@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(config.FACE_BINDS, parser
     "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
     "router_policy": GATEWAY_POLICY,
     "session_affinity_ttl_secs": SESSION_TTL_S,
+    # Whether an engine serves, the gateway asks over HTTP.
+    "router_disconnected_s": math.inf,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -277,6 +278,13 @@ def or_off(parse: Parse, *words: str) -> Parse:
 
 
 parse_grace = or_off(parse_pause)
+
+
+def parse_endless_grace(text: str) -> Any:
+    """Reads a grace that may also be `inf`, which never ends."""
+    return math.inf if text == "inf" else parse_grace(text)
+
+
 parse_state_dir = or_off(parse_folder)
 # The originals write None.
 parse_threshold = or_off(parse_weight, OFF, "none")

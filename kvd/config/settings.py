@@ -268,9 +268,10 @@ ROUTER_SETTINGS = section(
         live=True,
     ),
     router_disconnected_s=Setting(
-        parsers.parse_grace,
+        parsers.parse_endless_grace,
         "SECONDS",
-        "time a worker stays eligible after its event connection is lost; off: it stays eligible",
+        "time a worker stays eligible, with nothing cached, after its event connection is lost; "
+        "inf: for good; off: its cache counts, too",
         live=True,
     ),
     router_unconnected_s=Setting(

@@ -24,6 +24,7 @@ from kvd.selection.requests import Constraints, PromptLookup, QueuedRequest, Sel
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.metrics import Family
+from kvd.wire.event_stream import EventStream
 
 T = TypeVar("T")
 
@@ -103,6 +104,12 @@ class Choices(Protocol):
 
     def hears(self, record: WorkerRecord) -> bool | None:
         """Returns whether an engine's events are received; None if this process does not know."""
+
+    def fault_of_events(self, record: WorkerRecord) -> str | None:
+        """Returns why an engine's events cannot be received.
+
+        Returns None if they are, or if this process does not know.
+        """
 
     def note_prefilled(self, reservation_id: str) -> None:
         """Notes that a request's first token has come, or that its prefill elsewhere has ended."""
@@ -199,9 +206,19 @@ class LocalChoices:
         return candidates.pool.least_prefill_tokens(self._selections.settings(question.key), mask)
 
     def hears(self, record: WorkerRecord) -> bool | None:
+        return all(each is not None and each.connected for each in self._listeners(record))
+
+    def fault_of_events(self, record: WorkerRecord) -> str | None:
+        faults = (
+            each.link.last_error
+            for each in self._listeners(record)
+            if each is not None and not each.connected
+        )
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _listeners(self, record: WorkerRecord) -> list[EventStream | None]:
         ranks = [RankKey(record.key, record.worker_id, rank) for rank in record.ranks]
-        found = [self._registry.find_listener(rank) for rank in ranks]
-        return all(each is not None and each.connected for each in found)
+        return [self._registry.find_listener(rank) for rank in ranks]
 
     def note_prefilled(self, reservation_id: str) -> None:
         with suppress(NotFound):  # its worker has left, with all that was booked there

@@ -298,6 +298,9 @@ class RemoteChoices:
     def hears(self, record: WorkerRecord) -> bool | None:
         return None
 
+    def fault_of_events(self, record: WorkerRecord) -> str | None:
+        return None
+
     def least_prefill_tokens(self, question: Question) -> int:
         return self._hashed(question).isl_tokens
 

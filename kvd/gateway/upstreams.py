@@ -58,6 +58,10 @@ DISAGREE = (
     "tokens and events do not agree: what it computed for a prompt of its own tokens was not in "
     "its events, so what it caches is predicted. Is its event endpoint another engine's?"
 )
+UNHEARD = (
+    "its events are not received, so nothing counts as cached there; it must bind the endpoint, as "
+    "tcp://*:PORT does, and this kvd must reach it"
+)
 
 log = get_logger(__name__)
 
@@ -362,6 +366,15 @@ class Upstreams:
             engines = tuple(serving), prefills, _basis(serving)
             found = self._by_served[served] = _Engines(*engines)
         return found
+
+    def advice_about(self, upstream: Upstream) -> str | None:
+        """Returns what an engine lacks, so that it can be served better; None if nothing."""
+        facts = upstream.facts
+        if upstream.advice is not None or upstream.state is not UpstreamState.SERVING:
+            return upstream.advice
+        assert facts is not None
+        why = self._choices.fault_of_events(record_of(upstream, facts))
+        return None if why is None else f"{UNHEARD}: {why}"
 
     def only_name(self) -> str | None:
         """Returns the only base model, None if there is none or several."""

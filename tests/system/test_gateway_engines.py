@@ -174,6 +174,28 @@ async def test_events_of_another_engine_are_not_believed(kvd_process: Start) -> 
             assert answered.headers["x-kvd-decision"] == "predicted"
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_an_engine_whose_events_do_not_come_serves(kvd_process: Start, lost: bool) -> None:
+    """Nothing listens where it says that it publishes, from the start or later."""
+    async with engines(EngineOptions()) as (one,):
+        publisher = one.server.publisher
+        assert publisher is not None
+        if not lost:
+            one.server.announced = f"tcp://127.0.0.1:{find_free_port()}"
+        async with gateway_of(kvd_process, [one.url]) as client:
+            assert (await rows(client))[one.url]["standing"] == "serving"
+            if lost:
+                await publisher.subscribed()
+                one.server.publisher = None
+                publisher._socket.close()
+            with trio.fail_after(NOT_MY_FAULT_S):
+                while (advice := (await rows(client))[one.url]["advice"]) is None:  # noqa: ASYNC110 - another process
+                    await trio.sleep(0.05)
+            assert "its events are not received" in str(advice)
+            assert one.server.announced in str(advice)
+            assert (await client.chat(PROMPT)).status == 200
+
+
 async def test_an_engine_that_serves_another_model_now(kvd_process: Start) -> None:
     async with serving(kvd_process, EngineOptions(), EngineOptions()) as (client, running):
         running[0].server.options.model = "other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,19 @@ async def test_who_has_gone_is_not_chosen_and_is_back_at_once() -> None:
     assert chosen(service, [7, 8]) == {(1, 0)}
     assert not service.candidates().absent
     service.check()
+
+
+async def test_with_an_endless_grace_who_has_gone_is_chosen_without_its_cache() -> None:
+    service = await serving(1, 1, options=RouterOptions(disconnected_s=math.inf))
+    cache(service, 1, [7, 8])
+    for worker_id in (1, 2):
+        lose(service, worker_id)
+    pass_by(service, 1e9)
+    assert chosen(service, [7, 8]) == {(1, 0), (2, 0)}
+    (entry, _) = service.selections.workers.listed(None, None)
+    assert service.selections.workers.lifecycle(entry) is WorkerLifecycle.SCHEDULABLE
+    stream(service, 1).joined()
+    assert chosen(service, [7, 8]) == {(1, 0)}
 
 
 async def test_each_rank_is_judged_by_itself() -> None:

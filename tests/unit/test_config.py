@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config.load import CONFIG, FACE_BINDS, Config, ReplicaSyncOptions, StartError, load
+from kvd.cli.serving import GATEWAY_DEFAULTS
+from kvd.config.load import (
+    CONFIG,
+    DEFAULTS,
+    FACE_BINDS,
+    Config,
+    ReplicaSyncOptions,
+    StartError,
+    load,
+)
 from kvd.config.parsers import (
     OFF,
     TcpBind,
@@ -377,6 +386,17 @@ def test_behind_the_gateway_prompts_under_way_count() -> None:
     options = load(gateway, {"DYN_ROUTER_PREDICTED_TTL_SECS": "2.5"}).router
     assert (options.predicted_ttl_s, options.predicted_bound) == (2.5, math.inf)
     load(gateway, {"DYN_ROUTER_USE_KV_EVENTS": "false"})
+
+
+def test_under_the_gateway_command_engines_without_events_can_be_chosen() -> None:
+    assert load({}, {}).router.disconnected_s == 3
+    gateway = load({DEFAULTS: GATEWAY_DEFAULTS}, {}).router
+    assert gateway.disconnected_s == math.inf
+    set_here = load({DEFAULTS: GATEWAY_DEFAULTS}, {"KVD_ROUTER_DISCONNECTED_S": "3"}).router
+    assert set_here.disconnected_s == 3
+    assert load({}, {"KVD_ROUTER_DISCONNECTED_S": "inf"}).router.disconnected_s == math.inf
+    with pytest.raises(StartError, match="from 0 to 3600"):
+        load({}, {"KVD_ROUTER_DISCONNECTED_S": "nan"})
 
 
 def test_what_the_router_is_told() -> None:

@@ -16,7 +16,7 @@ from kvd.gateway.errors import response as error_response
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.heads import request_id_of
 from kvd.gateway.requests import Api
-from kvd.gateway.upstreams import Upstreams, UpstreamState
+from kvd.gateway.upstreams import Upstream, Upstreams, UpstreamState
 from kvd.http.errors import Failures
 from kvd.http.errors import Refusal as ServerRefusal
 from kvd.http.messages import Headers, Request, Response
@@ -171,7 +171,7 @@ def status(
         for wanted, name in upstreams.followed.items()
     ]
     shown: dict[str, object] = {
-        "upstreams": [_shown(upstream) for upstream in upstreams],
+        "upstreams": [_shown(upstreams, upstream) for upstream in upstreams],
         "names": names,
     }
     if (kvds := choices.shown()) is not None:
@@ -181,14 +181,14 @@ def status(
     return _json(shown)
 
 
-def _shown(upstream: Any) -> dict[str, Any]:
+def _shown(upstreams: Upstreams, upstream: Upstream) -> dict[str, Any]:
     row: dict[str, Any] = {
         "url": upstream.url,
         "worker_id": upstream.worker_id,
         "standing": upstream.state.value,
         "role": upstream.role,
         "problem": upstream.problem,
-        "advice": upstream.advice,
+        "advice": upstreams.advice_about(upstream),
     }
     facts = upstream.facts
     if facts is not None:
