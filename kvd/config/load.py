@@ -79,6 +79,7 @@ SECRETS = (
 CONFIG = "config"
 DEFAULTS = "defaults"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+NEARLY = 0.9  # least likeness (difflib) of a variable to a known one that it was meant to be
 SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # the configuration file of systemd/kvd.service
 
 
@@ -290,7 +291,11 @@ def _resolve(
 
 
 def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields variables of Dynamo's router that change nothing here, each with the reason."""
+    """Yields variables that change nothing here, though they seem meant to, each with the reason.
+
+    Of those that begin with KVD_ these are the likely mistakes in writing: others may be meant for
+    other programs, as those are that Kubernetes sets for a service named kvd.
+    """
     known = {variable for setting in SETTINGS for variable in setting.variables}
     reasons = {"DYN_" + flag.upper().replace("-", "_"): why for flag, why in WITHOUT_EFFECT.items()}
     for name in environ:
@@ -298,6 +303,11 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, reasons[name]
         elif name.startswith("DYN_ROUTER_") and name not in known:
             yield name, "kvd does not know this variable"
+        elif name.startswith("KVD_") and name not in known:
+            from difflib import get_close_matches  # imported here, as in kvd.config.file
+
+            if like := get_close_matches(name, known, n=1, cutoff=NEARLY):
+                yield name, f"kvd does not know this variable; did you mean {like[0]}?"
 
 
 def outweighed(config: Config) -> Iterator[tuple[str, str]]:

@@ -44,10 +44,16 @@ def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
         "DYN_ROUTER_REPLICA_SYNC": "true",
         "DYN_OVERLAP_SCORE_WEIGHT": "1",
         "DYN_OTHER": "1",
+        "KVD_UPSTREAM": "http://127.0.0.1:1",
+        "KVD_UPSTREAMS": "http://127.0.0.1:1",
+        "KVD_CONFIG": "kvd.toml",
+        "KVD_INDEXER_PORT": "tcp://10.0.0.1:8090",
+        "KVD_SERVICE_HOST": "10.0.0.1",
     }
     assert dict(without_effect(environ)) == {
         "DYN_ROUTER_TEMPERATUR": "kvd does not know this variable",
         "DYN_ROUTER_REPLICA_SYNC": WITHOUT_EFFECT["router-replica-sync"],
+        "KVD_UPSTREAM": "kvd does not know this variable; did you mean KVD_UPSTREAMS?",
     }
 
 
