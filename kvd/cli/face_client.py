@@ -55,7 +55,8 @@ def reason(error: Exception) -> str:
         return "the answer is not JSON: this is no kvd"
     if isinstance(error, OTHER_FORM):
         return f"the answer has another form ({error}): this is no kvd, or not version {VERSION}"
-    return str(error) or type(error).__name__
+    words = error.strerror if isinstance(error, OSError) else None
+    return words or str(error) or type(error).__name__
 
 
 class _UnixConnection(HTTPConnection):
