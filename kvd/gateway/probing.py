@@ -61,7 +61,8 @@ class EngineKind(StrEnum):
 EVENT_FLAGS: Mapping[EngineKind, str] = {
     EngineKind.VLLM: """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
     """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'""",
-    EngineKind.SGLANG: """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'""",
+    EngineKind.SGLANG: """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", """
+    """"replay_endpoint": "tcp://*:5657"}'""",
 }
 
 

@@ -155,6 +155,7 @@ async def test_an_engine_proves_that_its_events_are_its_own(kvd_process: Start, 
 async def test_an_engine_without_events_is_told_what_to_add(kvd_process: Start, kind: str) -> None:
     row = await canary(kvd_process, EngineOptions(kind=kind, events=False))
     assert "add --kv-events-config '{" in str(row["advice"])
+    assert '"replay_endpoint": "tcp://*:5657"' in str(row["advice"])  # else a gap stays
     assert not row["events"]
 
 
