@@ -136,7 +136,9 @@ class EngineChooser:
         Raises GatewayError, or OSError if the client leaves meanwhile.
         """
         for _ in range(MAX_CHOICES):
-            serving = self._upstreams.serving(attempt.served)
+            is_bound = attempt.bound is not None
+            engines_of = self._upstreams.keepers if is_bound else self._upstreams.serving
+            serving = engines_of(attempt.served)
             eligible = self._eligible(attempt, serving)
             try:
                 way = self._way(attempt, eligible)

@@ -47,7 +47,7 @@ from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api, ClientRequest, read
 from kvd.gateway.stats import Decision, Ended, GatewayStats, TokenSource
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Served, Upstream, Upstreams, UpstreamState
+from kvd.gateway.upstreams import Served, Upstream, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome
@@ -181,7 +181,7 @@ class Forwarder:
         if not engines:
             text = f"no engine that serves {asked.model or served.model} can be used now"
             raise GatewayError(Reason.NO_UPSTREAM, text)
-        keeper = self._keeper(asked, engines)
+        keeper = self._keeper(asked, self._upstreams.keepers(served))
         basis = self._upstreams.basis(served)
         tokens = await self._tokens.find(asked, served, basis, request.body, engines)
         path = request.target.partition(b"?")[0]
@@ -211,7 +211,7 @@ class Forwarder:
         name = path.split(b"/")[3].decode("latin-1")
         worker_id = self._chains.keeper(name)
         upstream = None if worker_id is None else self._upstreams.each.get(worker_id)
-        if upstream is None or upstream.state is not UpstreamState.SERVING:
+        if upstream is None or not upstream.may_keep:
             text = f"no engine is known to keep the response {name}"
             raise GatewayError(Reason.RESPONSE_NOT_FOUND, text)
         assert upstream.facts is not None

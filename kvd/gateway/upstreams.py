@@ -113,6 +113,11 @@ class Upstream:
         return self.target.authority.encode()
 
     @property
+    def may_keep(self) -> bool:
+        """Returns whether responses that it has kept may still be there: it is well or in doubt."""
+        return self.state is UpstreamState.SERVING or self.in_doubt
+
+    @property
     def role(self) -> Role | None:
         """Returns the phase of requests that it serves, None for all."""
         if self.prefills:
@@ -193,6 +198,7 @@ class _Engines(NamedTuple):
     """The engines of a model."""
 
     serving: tuple[Upstream, ...]  # those that are well; if none is, those in doubt
+    keepers: tuple[Upstream, ...]  # those that are well or in doubt
     prefills: bool  # whether any engine, well or not, is meant to prefill for others
     basis: bytes  # what blocks depend on besides the prompt: weights and block sizes
 
@@ -338,6 +344,10 @@ class Upstreams:
         """
         return self._engines_of(served).serving
 
+    def keepers(self, served: Served) -> Sequence[Upstream]:
+        """Returns the engines of a model that may keep a response, healthy or in doubt."""
+        return self._engines_of(served).keepers
+
     def prefills(self, served: Served) -> bool:
         """Returns whether prefill engines are meant for a model, well or not."""
         return self._engines_of(served).prefills
@@ -362,8 +372,9 @@ class Upstreams:
                     serving.append(one)
                 elif serves and one.in_doubt:
                     in_doubt.append(one)
+            keepers = tuple(serving + in_doubt)
             serving = serving or in_doubt
-            engines = tuple(serving), prefills, _basis(serving)
+            engines = tuple(serving), keepers, prefills, _basis(serving)
             found = self._by_served[served] = _Engines(*engines)
         return found
 

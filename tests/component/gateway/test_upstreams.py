@@ -16,6 +16,7 @@ from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.probing import EngineKind
 from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Served, Upstream, UpstreamState
+from kvd.selection.worker_record import WorkerRecord
 from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.gateways import CHAT, engines, scripted_engine
 from tests.support.inner_gateways import InnerGateway, inner_gateway
@@ -28,6 +29,7 @@ VLLM: dict[str, object] = {
     "/v1/models": {"data": [{"id": "demo"}]},
     "/metrics": 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1\n',
 }
+RESPONSES = "/v1/responses"
 BODY = b'{"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "%b"}]}'
 
 
@@ -249,6 +251,34 @@ async def test_an_engine_that_does_not_answer_a_request_is_in_doubt(script: Scri
         reply = await client.request("POST", CHAT, BODY % b"a")
         assert reply.status == 502
         assert seen[0] == (UpstreamState.OUT, True)
+
+
+async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> None:
+    """Another engine, which is well, does not have them."""
+    options = EngineOptions(events=False), EngineOptions(events=False)
+    async with (
+        engines(*options) as running,
+        inner_gateway(*(Wanted(each.url) for each in running)) as inner,
+        inner.running.client() as client,
+    ):
+        await inner.until_serving(*(each.url for each in running))
+        question = {"model": "demo", "input": "a", "max_output_tokens": 1}
+        first = await client.request("POST", RESPONSES, json.dumps(question).encode())
+        name, url = json.loads(first.body)["id"], first.headers["x-kvd-endpoint"]
+        (keeper,) = [one for one in inner.upstreams if one.url == url]
+        inner.choices.register = never  # type: ignore[method-assign]
+        keeper.note_gone("it has closed the connection", ExchangeOutcome.NO_ANSWER)
+        question["previous_response_id"] = name
+        second = await client.request("POST", RESPONSES, json.dumps(question).encode())
+        assert (second.status, second.headers.get("x-kvd-endpoint")) == (200, url)
+        assert (await client.request("GET", f"{RESPONSES}/{name}")).status == 200
+        assert keeper.state is UpstreamState.OUT
+
+
+async def never(record: WorkerRecord) -> list[str]:
+    """Registers no worker, so that its engine stays in doubt."""
+    await trio.sleep_forever()
+    return []
 
 
 @pytest.mark.parametrize("returns", [False, True])
