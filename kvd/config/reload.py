@@ -48,12 +48,15 @@ READ_ONCE: dict[str, Callable[[Config], object]] = {
     "state_password_file": lambda config: config.state_server,
 }
 # Settings of a running daemon whose old files are not read again: they may be gone, once the
-# settings name others. The CURVE key is needed beside the keys of replicas, which are read again.
+# settings name others.
 KEPT = (
-    *(name for name in READ_ONCE if name != "curve_secret_key_file"),
+    *READ_ONCE,
+    "replica_sync_client_keys",
     "peers_token_file",
     *(each.name for each in SETTINGS if each.options_class is UpstreamTls),
 )
+# Addresses of a running daemon, which another `outgoing_allow` may forbid by now.
+ADDRESSES = "workers", "peers", "replica_sync_peers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +93,47 @@ class ConfigReader:
         """
         values = read(self.given, self.environ)
         wanted = build(values, self.environ)
-        differ = [each for each in SETTINGS if values[each.name] != running.values[each.name]]
-        # Changed addresses wait for a restart, and until then those with TLS need its files.
-        held = TLS_FILES if wanted.tls is None and running.tls is not None else ()
-        taken = [each.name for each in differ if each.live and each.name not in held]
-        changes = {name: values[name] for name in taken}
-        once = {name: values[name] for name in KEPT}
+        differ = [each.name for each in SETTINGS if values[each.name] != running.values[each.name]]
+        live = _live(wanted, running)
+        changes = {name: values[name] for name in differ if name in live}
+        once = {name: values[name] for name in KEPT} | dict.fromkeys(ADDRESSES)
         config = self.completed(build({**running.values, **changes, **once}, self.environ))
+        waiting = [name for name in differ if name not in changes]
         # A file of the same name may have other content.
-        changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
-        waiting = [each.name for each in differ if each.name not in changes]
         waiting = list(dict.fromkeys([*waiting, *_other(READ_ONCE, config, running)]))
+        kept = {name: running.values[name] for name in (*KEPT, *ADDRESSES) if name not in changes}
+        read_again = config if "replica_sync_client_keys" in live else running
         config = replace(
             config,
-            values={**config.values, **{name: running.values[name] for name in KEPT}},
+            values={**config.values, **kept},
+            workers=running.workers,
+            catalog=running.catalog,
+            peers=running.peers,
+            replica_sync=running.replica_sync,
             peers_token=running.peers_token,
-            curve=replace(config.curve, secret=running.curve.secret),
+            curve=replace(running.curve, replicas=read_again.curve.replicas),
             upstream_key=running.upstream_key,
             upstream_tls=running.upstream_tls,
             gateway_kvd_token=running.gateway_kvd_token,
             state_server=running.state_server,
         )
+        changed = dict.fromkeys([*changes, *_other(READ_AGAIN, config, running)])
         return Reloaded(config, tuple(changed), tuple(waiting))
+
+
+def _live(wanted: Config, running: Config) -> set[str]:
+    """Returns the settings that a running daemon can change to what is wanted now.
+
+    A live setting waits, too, while one that waits for a restart needs its present value.
+    """
+    live = {each.name for each in SETTINGS if each.live}
+    if wanted.tls is None and running.tls is not None:  # the addresses with TLS need its files
+        live.difference_update(TLS_FILES)
+    if running.values["router_track_output_blocks"]:
+        live.discard("router_track_active_blocks")
+    if None not in (running.curve.replicas, wanted.curve.replicas):
+        live.add("replica_sync_client_keys")
+    return live
 
 
 def _other(

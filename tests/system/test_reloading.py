@@ -174,6 +174,69 @@ def test_a_file_that_is_read_once_may_be_replaced_by_another(path: Path) -> None
     assert set(again.again(before).waiting) == waiting
 
 
+def test_keys_of_curve_may_come_from_other_files(path: Path) -> None:
+    first, second = zmq.curve_keypair(), zmq.curve_keypair()
+    for name, (public, secret) in {"old": first, "new": second}.items():
+        (path.parent / f"{name}.secret").write_bytes(secret)
+        (path.parent / f"{name}.clients").write_bytes(public)
+
+    def text(name: str) -> str:
+        files = {"curve_secret_key_file": "secret", "replica_sync_client_keys": "clients"}
+        return "".join(f'{each} = "{path.parent}/{name}.{end}"\n' for each, end in files.items())
+
+    again = reader(path, text("old"))
+    before = load(again.given, {})
+    path.write_text(text("new"))
+    (path.parent / "old.secret").unlink()
+    (path.parent / "old.clients").unlink()
+    reloaded = again.again(before)
+    assert reloaded.waiting == ("curve_secret_key_file",)
+    assert reloaded.changed == ("replica_sync_client_keys",)
+    assert reloaded.config.curve.secret == first[1].decode()
+    assert reloaded.config.curve.replicas == {second[0].decode()}
+    assert again.again(reloaded.config).changed == ()
+    path.write_text("")  # without keys; they stay until a restart
+    for _ in range(2):
+        emptied = again.again(reloaded.config)
+        assert set(emptied.waiting) == {"curve_secret_key_file", "replica_sync_client_keys"}
+        assert (emptied.changed, emptied.config.curve) == ((), reloaded.config.curve)
+        reloaded = emptied
+
+
+def test_settings_that_wait_do_not_keep_live_ones_from_changing(path: Path) -> None:
+    old = 'block_size = 16\nworkers = ["1=tcp://10.0.0.1:5557"]\n'
+    old += 'peers = ["http://10.0.0.2:8090"]\n'
+    old += 'replica_sync_port = 5600\nreplica_sync_peers = ["tcp://10.0.0.3:5600"]\n'
+    again = reader(path, old)
+    before = load(again.given, {})
+    new = old.replace("10.0.0.", "127.0.0.") + 'outgoing_allow = ["127.0.0.0/8"]\n'
+    path.write_text(new)
+    for changed in (("outgoing_allow",), ()):
+        reloaded = again.again(before)
+        assert reloaded.changed == changed
+        assert set(reloaded.waiting) == {"workers", "peers", "replica_sync_peers"}
+        assert reloaded.config.outgoing_allow == ("127.0.0.0/8",)
+        assert reloaded.config.workers == before.workers != ()
+        assert reloaded.config.peers == before.peers != ()
+        assert reloaded.config.replica_sync == before.replica_sync is not None
+        before = reloaded.config
+    path.write_text(new.replace("127.0.0.1:", "10.0.0.1:"))
+    with pytest.raises(StartError, match="not in outgoing_allow"):
+        again.again(before)
+
+
+def test_a_live_setting_waits_with_one_that_needs_its_value(path: Path) -> None:
+    again = reader(path, "router_track_output_blocks = true\n")
+    before = load(again.given, {})
+    path.write_text('router_track_active_blocks = false\nlog_level = "debug"\n')
+    for changed in (("log_level",), ()):
+        reloaded = again.again(before)
+        assert reloaded.changed == changed
+        waiting = {"router_track_output_blocks", "router_track_active_blocks"}
+        assert set(reloaded.waiting) == waiting
+        before = reloaded.config
+
+
 def test_what_a_flag_says_stays(path: Path) -> None:
     again = reader(path, log_level="debug")
     before = load(again.given, {})
