@@ -97,7 +97,6 @@ class Predicted {
   bool prune(double now, size_t limit) {
     for (; limit > 0 && oldest_ != kNoEntry; --limit) {
       if (entries_[oldest_].expiry > now && excess_ == 0) return false;
-      if (excess_ > 0) --excess_;
       end(oldest_);
     }
     return oldest_ != kNoEntry && (entries_[oldest_].expiry <= now || excess_ > 0);
@@ -170,6 +169,7 @@ class Predicted {
   }
 
   void end(uint32_t id) {
+    if (excess_ > 0) --excess_;
     unlink(id);
     exact_.erase(slot_of(entries_[id].owner, entries_[id].hash), ByHash{*this});
     exact_.shrink(ByHash{*this});
@@ -229,7 +229,7 @@ class Predicted {
 
   double ttl_s_;
   uint32_t max_, target_;
-  uint32_t excess_ = 0;  // entries still to be ended because there were too many
+  uint32_t excess_ = 0;  // entries that still have to go because there were too many
   Arena<Entry> entries_;
   ProbeTable exact_, content_;
   KeyedHash hash_;

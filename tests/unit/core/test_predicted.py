@@ -225,6 +225,20 @@ def test_too_many_make_the_oldest_go() -> None:
     assert [fleet.device([at]) for at in (104, 105, 106, 109, 200)] == [[0], [0], [1], [1], [1]]
 
 
+def test_evictions_make_fewer_go_because_of_too_many() -> None:
+    fleet = Fleet(1, max_entries=10, ratio=0.5)
+    for number in range(11):  # the last one ends the two oldest; four more have to go
+        fleet.reserve(0, [100 + number])
+    assert fleet.index.predicted() == 9
+    for local in (102, 103, 104):
+        fleet.store(0, [local])
+        fleet.drop(0, [local], 0)
+    assert fleet.index.predicted() == 6
+    assert not fleet.index.forget_predicted(0.0, 10)
+    assert fleet.index.predicted() == 5
+    fleet.index.verify()
+
+
 def test_a_longer_prompt_than_there_is_room_for_counts_in_part() -> None:
     fleet = Fleet(1, max_entries=4, ratio=1.0)
     fleet.reserve(0, list(range(1, 9)))
