@@ -151,14 +151,12 @@ class RotatingWriter:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Returns the files of a log that exist, the oldest first."""
-    found = []
-    for number in range(MAX_FILES):
-        file = _numbered(path, number)
-        if not file.exists():
-            break
-        found.append(file)
-    return found[::-1]
+    """Returns the files of a log that exist, the oldest first.
+
+    A number may be missing in between: a kill during a rotation leaves a hole.
+    """
+    files = (_numbered(path, number) for number in reversed(range(MAX_FILES)))
+    return [file for file in files if file.exists()]
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -199,6 +199,16 @@ def test_the_most_frequent_model_is_replayed(tmp_path: Path) -> None:
 # ---- files
 
 
+def test_a_missing_number_hides_no_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    kept = ["log.3", "log.1", "log"]
+    for name in kept:
+        (tmp_path / name).write_text("")
+    assert [file.name for file in files_of(path)] == kept
+    path.unlink()  # a rotation has moved it, and was ended before it opened the next one
+    assert [file.name for file in files_of(path)] == kept[:2]
+
+
 def test_files_rotate_within_their_bounds(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
