@@ -14,6 +14,7 @@ At every moment exactly one task empties the link (`kvd.net.backlog` says why).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -75,7 +76,8 @@ class _Reader:
     """Applies the messages of one listener."""
 
     __slots__ = (
-        "_ask_from",
+        "_asked_at",
+        "_asked_losses",
         "_backlog",
         "_bug",
         "_flaw_logged",
@@ -104,9 +106,11 @@ class _Reader:
         self._ready = ready
         self._replayer = replayer
         self._turns = turns
-        # Monotonic seconds: no missing batches are requested before, and no idle engine is asked
-        # before. An unanswered question has held no batch up, so it spares no gap its replay.
-        self._spare_until = self._ask_from = 0.0
+        # Monotonic seconds: no missing batches are requested before. An unanswered question has
+        # held no batch up, so it spares no gap its replay.
+        self._spare_until = 0.0
+        # When the engine was last asked in vain, and how many connections had been lost until then.
+        self._asked_at, self._asked_losses = -math.inf, 0
         self._spared_restarts = 0  # of the stream when a replay last brought nothing
         self._restarts_logged = listener.stats.restarts
         self._flaw_logged = listener.batches.last_flaw  # one from before a pause is logged already
@@ -273,19 +277,30 @@ class _Reader:
         """Finds out whether a reconnected engine is the same; waits while it is spared requests."""
         if trio.current_time() < self._ask_from:
             with trio.move_on_at(self._ask_from):
-                await link.wait()
+                await link.wait()  # another connection may lead to an engine that answers
         else:
             await self._meanwhile(link, self._put_question)
 
     async def _put_question(self) -> None:
         listener = self._listener
+        losses = listener.stats.losses
         listener.catch_up.ask()
         await self._replay()
         await self._finish()
         if listener.catch_up.asks:  # the engine has not answered
-            pause_s = max(self._replayer.options.spare_s, ASK_AGAIN_S)
-            self._ask_from = trio.current_time() + pause_s
+            self._note_asked(losses)
         self._log_flaw()
+
+    def _note_asked(self, losses: int) -> None:
+        """Notes that the engine was asked in vain, when so many connections had been lost."""
+        self._asked_at, self._asked_losses = trio.current_time(), losses
+
+    @property
+    def _ask_from(self) -> float:
+        """Returns when the engine may be asked again: soon, over another connection."""
+        is_same_link = self._asked_losses == self._listener.stats.losses
+        spare_s = self._replayer.options.spare_s if is_same_link else 0.0
+        return self._asked_at + max(spare_s, ASK_AGAIN_S)
 
     @property
     def _is_spared(self) -> bool:
@@ -302,7 +317,7 @@ class _Reader:
         if not asks and self._is_spared:
             listener.stats.spared_replays += 1
             return None
-        replayed = listener.stats.replayed
+        replayed, losses = listener.stats.replayed, listener.stats.losses
         end = await self._replayer.fetch(listener)
         self._log_restart()
         # The new engine is asked for all its batches. That answer shows yet another engine only if
@@ -314,8 +329,7 @@ class _Reader:
         if count:
             self._log.info("batches_replayed", count=count, ended=end)
         elif not asks and end not in (ReplayEnd.REACHED, ReplayEnd.MARKER):
-            self._spare_until = self._ask_from = (
-                trio.current_time() + self._replayer.options.spare_s
-            )
+            self._spare_until = trio.current_time() + self._replayer.options.spare_s
             self._spared_restarts = listener.stats.restarts
+            self._note_asked(losses)
         return end

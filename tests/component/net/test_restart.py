@@ -236,6 +236,18 @@ async def test_an_unanswered_question_spares_no_gap_its_replay(
     assert health_and_restarts(listening) == ("exact", 0 if is_same else 1)
 
 
+async def test_another_connection_is_not_spared_for_the_silence_over_the_one_before(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    """A server that was not up yet when the idle engine was asked answers after the next loss."""
+    listening = await ask_in_vain(engine, context, nursery, silent, is_same=True)
+    engine.server.answer = three_frames
+    await engine.restart()
+    engine.keep(*range(2))
+    await until(lambda: health_and_restarts(listening) == ("exact", 1))
+    assert now_held(listening) == engine.batches(2)
+
+
 async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_next_gap(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
