@@ -56,6 +56,7 @@ class Match {
     for (const RankId id : touched_) depth_[id] = Entry();
     touched_.clear();
     before_.clear();
+    counted_.clear();
     frequencies_.clear();
     any_external_ = false;
     if (depth_.size() < index.rank_end()) depth_.resize(index.rank_end());
@@ -88,6 +89,12 @@ class Match {
     Depth depth;
     uint32_t before_external = 0;  // blocks; set if some rank holds blocks on the external tier
     bool touched = false;
+  };
+
+  // A rank counted as a holder of the blocks from `from` to before `to`, by its publishers.
+  struct Counted {
+    RankId id;
+    uint32_t from, to;
   };
 
   static bool counts(const Rank& rank, SaltFilter filter) {
@@ -145,6 +152,7 @@ class Match {
     path_.each_run(index.tree(), kDeviceLayer, [&](SetId set, uint32_t from, uint32_t to) {
       uint32_t holders = 0;
       bool moved = false;
+      const size_t counted = counted_.size();
       for (const RankId member : index.tree().sets().members(set)) {
         const Rank& rank = index.rank(member);
         if (!counts(rank, filter)) continue;
@@ -154,19 +162,33 @@ class Match {
           continue;
         }
         each_seen(index, member, rank, [&](RankId id) {
-          holders += is_first(index, set, member, id);
+          if (is_first(index, set, member, id)) {
+            ++holders;
+            if (filter == SaltFilter::kSalted && counts(index.rank(id), SaltFilter::kUnsalted))
+              counted_.push_back({id, from, to});
+          }
           if (!is_met_alone(rank)) moved |= move(id, from, to);
         });
         if (is_met_alone(rank)) moved |= move(member, from, to);
       }
       // Nobody stands at `from`, so nobody can continue behind it either.
-      if (!moved) return false;
+      if (!moved) return counted_.resize(counted), false;
       if (frequencies_.size() < to) frequencies_.resize(to, 0);
       // Captured by value: by reference, `holders` would be read anew for each block.
       std::for_each(frequencies_.begin() + from, frequencies_.begin() + to,
                     [holders](uint32_t& of_block) { of_block += holders; });
+      if (filter == SaltFilter::kUnsalted) count_once(index, set, from, to);
       return true;
     });
+  }
+
+  // Takes back from a run's holders those that the salted pass has counted.
+  void count_once(const Index& index, SetId set, uint32_t from, uint32_t to) {
+    for (const Counted& before : counted_) {
+      const uint32_t first = std::max(from, before.from), end = std::min(to, before.to);
+      if (first >= end || !index.tree().sets().contains(set, before.id)) continue;
+      for (uint32_t at = first; at < end; ++at) --frequencies_[at];
+    }
   }
 
   static bool is_met_alone(const Rank& rank) {
@@ -295,6 +317,7 @@ class Match {
   std::vector<Entry> depth_;
   std::vector<RankId> touched_;                   // in this pass; after it, in both
   std::vector<std::pair<RankId, Entry>> before_;  // depths of the pass before
+  std::vector<Counted> counted_;  // by the salted pass, and perhaps again by the plain one
   std::vector<uint32_t> frequencies_;
   bool any_external_ = false;
 };

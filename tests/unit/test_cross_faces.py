@@ -542,12 +542,19 @@ def test_a_salted_query_counts_what_publishers_and_the_worker_s_own_stream_annou
         row = json.loads(index.query_tokens(scanner, 0, None, "secret"))["instances"]["7"]
         return row["gpu"], row["cpu"], row["disk"]
 
-    assert reached() == (12, 16, 16)
+    def holders() -> list[int]:
+        index = fleet.state.partition(*KEY).index
+        found: list[int] = json.loads(index.query_tokens(scanner, 0, None, "secret"))["frequencies"]
+        return found
+
+    assert (reached(), holders()) == ((12, 16, 16), [1, 1, 1])
     worker = fleet.state.partition(*KEY).workers[7]
-    worker.store(0, [10], LOCALS[:1])  # its own stream has not shown that it announces salts
-    assert reached() == (12, 16, 16)
+    worker.store(0, [10, 11], LOCALS[:2])  # its own stream has not shown that it announces salts
+    other = fleet.state.partition(*KEY).index.add_worker(8)
+    other.store(0, [10], LOCALS[:1])
+    assert (reached(), holders()) == ((12, 16, 16), [2, 1, 1])
     publication.apply(batch(["BlockRemoved", [1], "GPU"]))
-    assert reached() == (4, 4, 4)
+    assert (reached(), holders()) == ((8, 8, 8), [2, 1])
 
 
 def test_other_block_sizes_lie_beside(fleet: Fleet) -> None:
