@@ -102,7 +102,7 @@ class Reservations(LiveRequests[Candidates]):
         tokens = self._add(candidates, ask, prefill_id, prefill, now)
         try:
             none = self._add(candidates, ask, reservation_id, decode, now)
-        except KvdError:
+        except (KvdError, MemoryError):
             candidates.ledger.free(prefill_id)
             raise
         self._added(candidates, ask, reservation_id, decode, none, now)

@@ -63,5 +63,6 @@ Readers and checks:
     chances          random draws come up as often as they should
     descriptors, ports
                      counts open descriptors; ports that no other test run gets
+    little_memory    leaves the process little memory
     budget, tiers    scales random tests; holds tests to the rules of their folder
 """

@@ -5,44 +5,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 from kvd_core.ledger.ledger import ADDED, Ledger
+from tests.support.little_memory import little_memory
 
 SPARE_BYTES = 4 * 2**20
-NODE_BYTES = 32 * 2**10  # hashes of the longest node
-PIECES = 8192  # of NODE_BYTES each, to use up at most 256 MiB of free memory in the heap
 PROMPTS = 16
 BLOCKS = 2**17  # their hashes take a mebibyte
-
-
-@contextmanager
-def little_memory(spare_bytes: int) -> Iterator[None]:
-    """Leaves the process so many further bytes, and no free memory of a node's size before that."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
-    pieces = (ctypes.c_void_p * PIECES)()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as statm:
-        size = int(statm.read().split()[0]) * resource.getpagesize()
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (size, hard))
-        for at in range(PIECES):
-            pieces[at] = libc.malloc(NODE_BYTES)
-            if not pieces[at]:
-                break
-        resource.setrlimit(resource.RLIMIT_AS, (size + spare_bytes, hard))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        for piece in pieces:
-            libc.free(piece)
 
 
 def state(ledger: Ledger) -> tuple[bytes, int, int]:

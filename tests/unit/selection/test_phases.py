@@ -25,6 +25,7 @@ from tests.support.held_selections import (
     ready,
     settled,
 )
+from tests.support.little_memory import little_memory
 from tests.support.selecting import BLOCK_SIZE, M, Service, lookup, worker
 
 PROMPT = [11, 12, 13]
@@ -186,6 +187,29 @@ async def test_what_is_left_of_both_is_given_back(nursery: trio.Nursery) -> None
     service.selections.scheduler.take_back(caller.held)  # its answer has reached no client
     assert set(service.selections.reservations.live) == {"a"}
     assert service.selections.reservations.given_back == 1
+    service.check()
+
+
+async def test_both_are_booked_or_neither_where_memory_ends() -> None:
+    """A decode worker keeps the hashes of its prompts, a prefill worker only their tokens."""
+    service = await disaggregated()
+    service.selections.reservations.steps.subscribers.clear()  # there are no replicas
+    # All of one length, so that only what is booked takes further memory.
+    prompts = [bytes([at + 1]) * 8 * 2**17 for at in range(16)]
+
+    def reserve(name: str, prompt: bytes) -> None:
+        ask = service.ask(phase=Phase.BOTH, reservation_id=name)
+        service.selections.scheduler.select(ask, lambda pool: pool.match(prompt, prompt, 4))
+
+    reserve("first", bytes(8 * 2**17))
+    booked = 1
+    with little_memory(4 * 2**20), pytest.raises(MemoryError):
+        for at, prompt in enumerate(prompts):
+            reserve(f"r{at}", prompt)
+            booked += 1
+    assert 1 < booked < len(prompts)
+    assert len(service.selections.reservations.live) == 2 * booked
+    assert sum(load[2] for load in loads(service).values()) == 2 * booked
     service.check()
 
 
