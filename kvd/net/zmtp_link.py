@@ -164,7 +164,9 @@ class ZmtpLink:
                 return None  # the engine is away; if that lasts, `kvd.net.probing` finds out why
             if patience.cancelled_caught:
                 return None
-            return Subscriber(sock.detach(), options.max_message_bytes, self._topics)
+            subscriber = Subscriber(sock.fileno(), options.max_message_bytes, self._topics)
+            sock.detach()
+            return subscriber
 
     async def _shake(self, subscriber: Subscriber) -> str:
         """Does the handshake; returns why it failed, "" if it succeeded."""

@@ -28,10 +28,10 @@ cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
         size_t size()          # bytes of the payload
 
     cdef cppclass MessageReader(MessageSource):
-        MessageReader(const Libzmq&, void* socket)
+        MessageReader(const Libzmq&, void* socket) except +
 
     cdef cppclass Deadline:
-        Deadline(int64_t budget_ns)
+        Deadline(int64_t budget_ns) except +
         bool passed()
 
 
@@ -46,12 +46,12 @@ cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
         uint64_t bytes
 
     cdef cppclass CInboxSpace "kvd::InboxSpace":
-        CInboxSpace(InboxBounds)
+        CInboxSpace(InboxBounds) except +
         uint64_t messages()
         uint64_t bytes()
 
     cdef cppclass CInbox "kvd::Inbox":
-        CInbox(CInboxSpace&, InboxBounds)
+        CInbox(CInboxSpace&, InboxBounds) except +
         uint64_t pushed()
         uint64_t popped()
         uint64_t messages()

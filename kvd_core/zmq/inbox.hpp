@@ -62,7 +62,7 @@ class InboxSpace {
   // Empty blocks that are kept, 1 MiB: about as many inboxes are in use at one moment.
   static constexpr size_t kSpare = 16;
 
-  explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) {}
+  explicit InboxSpace(InboxBounds bounds) : bounds_(bounds) { spare_.reserve(kSpare); }
   ~InboxSpace() {
     for (InboxBlock* block : spare_) unmap_pages(block, block->mapped);
   }

@@ -123,7 +123,8 @@ class SubSocket final : public MessageSource {
     std::string().swap(unsent);
   }
 
-  // Keeps the unused bytes, as other sockets use the scratch next.
+  // Keeps the unused bytes, as other sockets use the scratch next. Without memory for them the
+  // connection is lost: the next one shows what is missing.
   void park() {
     const size_t unused = size_ - speech_.unused_from();
     const uint8_t* from = view_ + speech_.unused_from();
@@ -131,8 +132,8 @@ class SubSocket final : public MessageSource {
     if (unused && fault() == nullptr) {
       kept = view_ == held_ && speech_.unused_from() == 0 ? held_
                                                           : static_cast<uint8_t*>(malloc(unused));
-      if (!kept) throw std::bad_alloc();
-      if (kept != held_) memcpy(kept, from, unused);
+      if (!kept) speech_.lost();
+      else if (kept != held_) memcpy(kept, from, unused);
     }
     speech_.moved();
     if (kept != held_) {

@@ -27,7 +27,7 @@ cdef extern from "zmq/sub_socket.hpp" namespace "kvd" nogil:
         bool has_unread()
         void hang_up()
         void begin()
-        void park() except +
+        void park()
         void shake() except +
         void ping() except +
         void unsubscribe() except +
@@ -45,7 +45,7 @@ cdef class Subscriber:
     cdef SubSocket* socket
 
     def __cinit__(self, int fd, size_t max_message_bytes, tuple topics not None):
-        """Takes a connected stream socket."""
+        """Takes a connected stream socket, unless it raises."""
         self.socket = new SubSocket(fd, max_message_bytes, topics)
 
     def __dealloc__(self):

@@ -427,6 +427,9 @@ class SimulatedStream:
     async def connect(self, place: str) -> None:
         await self._connection.make()
 
+    def fileno(self) -> PlainConnection:
+        return self._connection
+
     def detach(self) -> PlainConnection:
         return self._connection
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import zmq
 
 from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
 from tests.support.descriptors import descriptors_now, open_descriptors
-from tests.support.listening import Listening
+from tests.support.listening import HASTY, Listening
 from tests.support.zmtp_fakes import (
     NOT_MY_FAULT_S,
     Fake,
@@ -143,6 +145,18 @@ async def test_listeners_do_not_mix(publish: Publish, listen: Listen) -> None:
     workers[1].send(b"d")
     await until(lambda: listening[1].applied == [b"c", b"d"])
     assert listening[0].applied == [b"a", b"b"]
+
+
+async def test_connections_that_cannot_be_read_cost_no_descriptors(listen: Listen) -> None:
+    """No message can have a negative size: this stands for a connection without memory."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        unreadable = replace(HASTY, max_message_bytes=-1)
+        listening = listen(f"tcp://127.0.0.1:{server.getsockname()[1]}", options=unreadable)
+        stats = listening.listener.stats
+        await until(lambda: stats.crashes > 0)
+        crashes, descriptors = stats.crashes, open_descriptors()
+        await until(lambda: stats.crashes >= crashes + 5)
+        assert open_descriptors() <= descriptors + 1  # the next connection may be under way
 
 
 async def test_a_worker_that_comes_and_goes_costs_no_descriptors(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvd.wire.endpoints import host_and_port
 from kvd_core.zmq.drain import Inbox, InboxSpace
 from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
+from tests.support.little_memory import PIECE_BYTES, little_memory
 from tests.support.zmtp_fakes import GREETING, large_frame, message, ready, until
 
 FOREVER_NS = 10**12
@@ -35,10 +36,10 @@ def command(name: bytes, body: bytes) -> bytes:
 class End:
     """A subscriber, and the other end of its connection."""
 
-    def __init__(self, topics: tuple[bytes, ...] = (b"",)) -> None:
+    def __init__(self, topics: tuple[bytes, ...] = (b"",), limit: int = LIMIT) -> None:
         self.far, near = socket.socketpair()
         self.far.setblocking(False)
-        self.subscriber = Subscriber(near.detach(), LIMIT, topics)
+        self.subscriber = Subscriber(near.detach(), limit, topics)
         self.inbox = Inbox(InboxSpace())
         self.refused: list[str] = []
         self.heard: list[bytes] = []
@@ -69,8 +70,8 @@ class End:
 
 
 @contextmanager
-def ended(topics: tuple[bytes, ...] = (b"",)) -> Iterator[End]:
-    end = End(topics)
+def ended(topics: tuple[bytes, ...] = (b"",), limit: int = LIMIT) -> Iterator[End]:
+    end = End(topics, limit)
     try:
         yield end
     finally:
@@ -264,6 +265,21 @@ def test_what_breaks_the_protocol(end: End, kind: str) -> None:
     end.hear(NEWER + ready() + event(1, b"a"))
     end.hear(LATE[kind])
     assert (end.subscriber.fault, end.heard) == (WRONG, [b"1:a"])
+
+
+# ---- a full heap
+
+
+def test_without_memory_for_a_part_of_a_message_the_connection_is_lost() -> None:
+    whole = event(2, bytes(2 * PIECE_BYTES))
+    with ended(limit=len(whole)) as end:
+        end.hear(NEWER + ready() + event(1, b"a"))
+        end.far.sendall(whole[: PIECE_BYTES + 8192])
+        with little_memory(0):
+            for _ in range(2):  # what is left of the connection can still be asked
+                assert not end.subscriber.fill(end.inbox, end.refused.append, 2, FOREVER_NS)
+        assert (end.subscriber.fault, end.subscriber.joined) == (LOST, False)
+        assert (end.heard, end.inbox.messages) == ([b"1:a"], 0)
 
 
 # ---- publishers of libzmq
