@@ -123,7 +123,7 @@ class Candidates:
                 None if record.worker_id == self._silent else known.get(record.worker_id),
                 self.ledger.add_rank(record.worker_id, dp_rank),
                 record.max_num_batched_tokens or 0,
-                record.total_kv_blocks or 0,
+                record.total_kv_blocks,
             )
             for record in self.workers.values()
             for dp_rank in record.ranks

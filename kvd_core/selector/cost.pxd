@@ -295,15 +295,14 @@ cdef inline bint is_busy(
 
 cdef inline bint shows_decode_busy(const Scale* s, const CCandidate* candidate) noexcept nogil:
     # Whether answers say if the rank's blocks in use exceed the threshold with the prompt added.
-    return s.settings.decode_busy_threshold != INFINITY and candidate.total_blocks > 0
+    return s.settings.decode_busy_threshold != INFINITY and candidate.total_blocks >= 0
 
 
 cdef inline bint is_decode_busy(
     const Scale* s, const CCandidate* candidate, const CCandidateState* c
 ) noexcept nogil:
-    return exceeds(
-        occupied_blocks(s, c), s.settings.decode_busy_threshold, candidate.total_blocks
-    )
+    # A rank without blocks is busy with any.
+    return real(occupied_blocks(s, c)) > s.settings.decode_busy_threshold * candidate.total_blocks
 
 
 cdef inline bint prefills_too_much(const Scale* s, const CCandidateState* c) noexcept nogil:

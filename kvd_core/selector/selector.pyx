@@ -54,7 +54,7 @@ MAX_ISL_TOKENS = kMaxIslTokens
 Candidate = namedtuple(
     "Candidate",
     "worker_id dp_rank worker ledger_rank max_num_batched_tokens total_kv_blocks",
-    defaults=(0, 0),
+    defaults=(0, None),
 )
 Explained = namedtuple(
     "Explained",
@@ -183,7 +183,8 @@ cdef class Pool:
             if each[:2] == previous:
                 raise ValueError(f"rank {each[1]} of worker {each[0]} comes twice")
             previous = each[:2]
-            c.worker_id, c.dp_rank, worker, c.booked, c.max_batch_tokens, c.total_blocks = each
+            c.worker_id, c.dp_rank, worker, c.booked, c.max_batch_tokens, total = each
+            c.total_blocks = -1 if total is None else total
             if ledger.rank_of(c.worker_id, c.dp_rank) != c.booked:
                 raise KeyError(c.booked)
             if worker is not None and (index is None or worker.index is not index):

@@ -27,7 +27,7 @@ struct Candidate {
   ledger::LoadedRankId booked;  // its rank in the ledger
   const Worker* caches;         // the worker whose blocks it can use; null: none
   double max_batch_tokens;      // 0: unbounded
-  double total_blocks;          // 0: unknown
+  double total_blocks;          // below 0: unknown
   uint32_t first;               // the first candidate of its worker
   uint32_t end;                 // set in that one alone: behind the last of the worker
   bool heard = true;            // false: its events do not arrive, so its blocks may be gone

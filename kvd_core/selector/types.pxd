@@ -20,7 +20,7 @@ cdef extern from "selector/types.hpp" namespace "kvd::selector" nogil:
         LoadedRankId booked        # its rank in the ledger
         const CWorker* caches      # the worker whose blocks it can use; NULL: none
         double max_batch_tokens    # 0: unbounded
-        double total_blocks        # 0: unknown
+        double total_blocks        # below 0: unknown
         uint32_t first             # the first candidate of its worker
         cbool heard                # False: its events do not arrive, so its blocks may be gone
         cbool reachable            # False: it cannot be chosen

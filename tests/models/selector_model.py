@@ -28,7 +28,7 @@ class ModelRank:
     decode_blocks: int = 0
     requests: int = 0
     max_num_batched_tokens: int = 0
-    total_kv_blocks: int = 0
+    total_kv_blocks: int | None = None
     decoding: int = 0
 
 
@@ -170,8 +170,10 @@ def weighted_terms(
     return (n, *each, total)
 
 
-def above(value: int, threshold: float | None, capacity: int) -> bool:
-    return threshold is not None and capacity > 0 and float(value) > threshold * float(capacity)
+def above(value: int, threshold: float | None, capacity: int | None) -> bool:
+    if threshold is None or not capacity:
+        return False
+    return float(value) > threshold * float(capacity)
 
 
 def is_busy(rank: ModelRank, s: ModelSettings) -> bool:
@@ -290,8 +292,8 @@ class ModelPool:
         chosen_rank, threshold = self.ranks[chosen], s.decode_busy_threshold
         occupied = occupied_blocks(chosen_rank, self.prompt)
         busy: dict[str, object] = {}
-        if threshold is not None and chosen_rank.total_kv_blocks:
-            busy = {"decode_busy": above(occupied, threshold, chosen_rank.total_kv_blocks)}
+        if threshold is not None and (total := chosen_rank.total_kv_blocks) is not None:
+            busy = {"decode_busy": float(occupied) > threshold * float(total)}
         return {
             "overlap": {
                 "longest_matched": disk * size,

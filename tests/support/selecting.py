@@ -145,7 +145,7 @@ class Service:
         for each in candidates.pool.candidates:
             record = candidates.workers[each.worker_id]
             assert each.max_num_batched_tokens == (record.max_num_batched_tokens or 0)
-            assert each.total_kv_blocks == (record.total_kv_blocks or 0)
+            assert each.total_kv_blocks == record.total_kv_blocks
             if not self.options.uses_kv_events:
                 assert each.worker is None
                 continue

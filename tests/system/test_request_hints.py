@@ -221,6 +221,8 @@ def test_an_answer_says_who_decodes_too_much(tmp_path: Path) -> None:
         assert (answer["potential_decode_blocks"], answer["decode_busy"]) == (6, False)
         answer = client.post("/select", json={"token_ids": [3] * 12}).json()
         assert (answer["potential_decode_blocks"], answer["decode_busy"]) == (9, True)
+        put(client, 1, max_num_batched_tokens=1000, total_kv_blocks=0)  # any block is too much
+        assert client.post("/select", json={"token_ids": [4]}).json()["decode_busy"] is True
         row = {"worker_id": 1, "block_size": 4, "endpoint": "http://w"}
         client.post("/workers", json=row).raise_for_status()  # its number of blocks is unknown
         assert "decode_busy" not in client.post("/select", json=question).json()

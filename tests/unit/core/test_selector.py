@@ -73,7 +73,7 @@ class RankPlan:
     tiers: tuple[int, int, int, int] = (0, 0, 0, 0)
     requests: list[tuple[int, int, int, bool]] = field(default_factory=list)
     max_num_batched_tokens: int = 0
-    total_kv_blocks: int = 0
+    total_kv_blocks: int | None = None
 
 
 class Fleet:
@@ -968,7 +968,7 @@ PLANS = st.builds(
     tiers=st.tuples(COUNTS, COUNTS, COUNTS, COUNTS),
     requests=st.lists(REQUESTS, max_size=4),
     max_num_batched_tokens=st.sampled_from([0, 1, 100, 8192, 2**64 - 1]),
-    total_kv_blocks=st.sampled_from([0, 1, 40, 10_000]),
+    total_kv_blocks=st.sampled_from([None, 0, 1, 40, 10_000]),
 )
 PLACES = st.tuples(st.sampled_from([0, 1, 2, 2**64 - 1]), st.sampled_from([0, 1, 7, 2**32 - 1]))
 UNIT = st.sampled_from([0.0, 0.1, 0.25, 0.75, 1.0]) | st.floats(0, 1)
