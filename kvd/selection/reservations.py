@@ -176,9 +176,10 @@ class Reservations(LiveRequests[Candidates]):
         worker_id, dp_rank = rank
         pool = candidates.pool
         candidate = pool.find(worker_id, dp_rank)
+        if worker_id in candidates.workers:  # as on the original: the id counts before the rank
+            self.check_new(reservation_id)
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
-        self.check_new(reservation_id)
         lookup(pool)
         now = self._clock()
         tokens = 0 if phase is Phase.DECODE else tokens
