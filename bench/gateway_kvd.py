@@ -12,11 +12,10 @@ of the rounds.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,14 +26,16 @@ from itertools import count, product
 from pathlib import Path
 from statistics import median
 
-from servers import environment
+from daemons import asks, started, until
+from errors import BenchError
+from servers import free_ports
 
 ENGINES = 4
 TOKENS = 512, 16_384
 CONNECTIONS = 1, 16
 REQUESTS, ROUNDS = 480, 5
-START_S = 30.0
-HERE = Path(__file__).resolve().parent.parent
+# A gateway would close connections that rest while the other one is measured on a busy machine.
+IDLE_S = 3600
 HEADERS = {"content-type": "application/json"}
 
 
@@ -44,30 +45,21 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+def start(opened: ExitStack, log: Path, module: str, *flags: str) -> int:
+    """Starts a process of the comparison; returns its id."""
+    return opened.enter_context(started([sys.executable, "-m", module, *flags], log)).pid
 
 
-class Started:
-    """A process of the comparison."""
-
-    def __init__(self, opened: ExitStack, module: str, *flags: str) -> None:
-        command = [sys.executable, "-m", module, *flags]
-        self.process = subprocess.Popen(
-            command, cwd=HERE, stderr=subprocess.DEVNULL, env=environment()
-        )
-        opened.callback(self.process.wait)
-        opened.callback(self.process.terminate)
-
-
-class Gateway(Started):
+class Gateway:
     """A gateway under load."""
 
-    def __init__(self, opened: ExitStack, engines: Sequence[str], *flags: str) -> None:
-        self._opened, self._port = opened, free_port()
+    def __init__(
+        self, opened: ExitStack, log: Path, port: int, engines: Sequence[str], *flags: str
+    ) -> None:
+        self._opened, self._port = opened, port
         named = [part for each in engines for part in ("--upstream", each)]
-        super().__init__(opened, "kvd", "gateway", "--port", str(self._port), *named, *flags)
+        own = "--port", str(port), f"--http-idle-s={IDLE_S}"
+        self.pid = start(opened, log, "kvd", "gateway", *own, *named, *flags)
         self._connections: list[http.client.HTTPConnection] = []
 
     def connection(self, number: int) -> http.client.HTTPConnection:
@@ -77,28 +69,19 @@ class Gateway(Started):
             self._connections.append(self._opened.enter_context(closing(made)))
         return self._connections[number]
 
-    def wait(self) -> None:
-        """Waits until all engines serve, and the kvd that the gateway asks, if it asks one."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            try:
-                status = json.loads(self.ask(0, "GET", "/status")[1])
-                serving = [each["standing"] == "serving" for each in status["upstreams"]]
-                if all(serving) and all(each["up"] for each in status.get("kvds", ())):
-                    return
-            except (OSError, http.client.HTTPException, ValueError):
-                self.connection(0).close()
-            time.sleep(0.05)
-        raise SystemExit("the gateway does not serve")
+    def serves(self) -> bool:
+        """Returns whether all engines serve, and the kvd that the gateway asks, if it asks one."""
+        status = asks(self._port, "/status")
+        serving = [each["standing"] == "serving" for each in status["upstreams"]]
+        return all(serving) and all(each["up"] for each in status.get("kvds", ()))
 
-    def ask(
-        self, number: int, method: str, path: str, body: bytes | None = None
-    ) -> tuple[str | None, bytes]:
-        """Sends a request over one of the connections; returns the decision and the answer."""
+    def complete(self, number: int, body: bytes) -> str | None:
+        """Sends a completion over one of the connections; returns the decision."""
         connection = self.connection(number)
-        connection.request(method, path, body, HEADERS)
+        connection.request("POST", "/v1/completions", body, HEADERS)
         answer = connection.getresponse()
-        return answer.headers["x-kvd-decision"], answer.read()
+        answer.read()
+        return answer.headers["x-kvd-decision"]
 
 
 def prompts(tokens: int) -> Iterator[bytes]:
@@ -109,17 +92,17 @@ def prompts(tokens: int) -> Iterator[bytes]:
 
 
 def measure(
-    gateway: Gateway, connections: int, bodies: Iterator[bytes], pids: Sequence[int]
+    gateway: Gateway, requests: int, connections: int, bodies: Iterator[bytes], pids: Sequence[int]
 ) -> list[float]:
     """Returns microseconds: CPU of a request in each process, then the median time of an answer."""
-    each = REQUESTS // connections
+    each = max(1, requests // connections)
     shares = [[next(bodies) for _ in range(each)] for _ in range(connections)]
     times: list[float] = []
 
     def ask(number: int) -> None:
         for body in shares[number]:
             since = time.perf_counter()
-            decision, _ = gateway.ask(number, "POST", "/v1/completions", body)
+            decision = gateway.complete(number, body)
             times.append(time.perf_counter() - since)
             assert decision == "predicted", decision
 
@@ -127,34 +110,46 @@ def measure(
         before = [cpu_s(pid) for pid in pids]
         list(pool.map(ask, range(connections)))
         spent = [cpu_s(pid) - since for pid, since in zip(pids, before, strict=True)]
-    return [1e6 * each / REQUESTS for each in spent] + [1e6 * median(times)]
+    return [1e6 * each / len(times) for each in spent] + [1e6 * median(times)]
+
+
+def compare(requests: int, rounds: int, log: Path) -> None:
+    """Prints the comparison; raises BenchError if a process does not serve."""
+    with ExitStack() as opened:
+        url = f"unix:{log.parent}/kvd.sock"
+        of_local, of_remote, *ports = free_ports(2 + ENGINES)
+        for port in ports:
+            start(opened, log, "examples.engine", "--no-events", "--port", str(port))
+        others = [f"--{face}-bind=off" for face in ("indexer", "slot-tracker", "conductor")]
+        kvd = start(opened, log, "kvd", "serve", *others, "--selection-bind", url)
+        engines = [f"http://127.0.0.1:{port}" for port in ports]
+        local = Gateway(opened, log, of_local, engines)
+        remote = Gateway(opened, log, of_remote, engines, "--kvd", url)
+        for gateway in (local, remote):
+            until(gateway.serves, "serving")
+        print("tokens, connections | CPU us of the gateway alone | asking | of kvd | answer us")
+        for tokens, connections in product(TOKENS, CONNECTIONS):
+            bodies, rows = prompts(tokens), []
+            for _ in range(rounds):
+                own = measure(local, requests, connections, bodies, [local.pid])
+                asked = measure(remote, requests, connections, bodies, [remote.pid, kvd])
+                rows.append((own[0], asked[0], asked[1], own[1], asked[2]))
+            each = [f"{median(column):,.0f}" for column in zip(*rows, strict=True)]
+            print(f"{tokens:,}, {connections} |", " | ".join(each[:3]), f"| {each[3]}, {each[4]}")
+        print(f"{os.cpu_count()} cores")
 
 
 def main() -> None:
-    with ExitStack() as opened:
-        folder = opened.enter_context(tempfile.TemporaryDirectory())
-        ports = [free_port() for _ in range(ENGINES)]
-        for port in ports:
-            Started(opened, "examples.engine", "--no-events", "--port", str(port))
-        url = f"unix:{folder}/kvd.sock"
-        others = [f"--{face}-bind=off" for face in ("indexer", "slot-tracker", "conductor")]
-        kvd = Started(opened, "kvd", "serve", *others, "--selection-bind", url)
-        engines = [f"http://127.0.0.1:{port}" for port in ports]
-        local = Gateway(opened, engines)
-        remote = Gateway(opened, engines, "--kvd", url)
-        for gateway in (local, remote):
-            gateway.wait()
-        print("tokens, connections | CPU us of the gateway alone | asking | of kvd | answer us")
-        for tokens, connections in product(TOKENS, CONNECTIONS):
-            bodies, rounds = prompts(tokens), []
-            for _ in range(ROUNDS):
-                own = measure(local, connections, bodies, [local.process.pid])
-                pids = [remote.process.pid, kvd.process.pid]
-                asked = measure(remote, connections, bodies, pids)
-                rounds.append((own[0], asked[0], asked[1], own[1], asked[2]))
-            each = [f"{median(column):,.0f}" for column in zip(*rounds, strict=True)]
-            print(f"{tokens:,}, {connections} |", " | ".join(each[:3]), f"| {each[3]}, {each[4]}")
-        print(f"{os.cpu_count()} cores")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="completions of a round")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "processes.log"
+        try:
+            compare(options.requests, options.rounds, log)
+        except BenchError as error:
+            sys.exit(f"{error}\n{log.read_text(errors='replace')[-2000:]}")
 
 
 if __name__ == "__main__":

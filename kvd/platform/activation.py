@@ -15,6 +15,8 @@ import os
 import socket
 from collections.abc import Iterable, MutableMapping
 
+from kvd.wire.hosts import bracketed
+
 FIRST = 3  # the first passed descriptor (sd_listen_fds(3))
 VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)  # addresses that show who can connect
@@ -99,4 +101,4 @@ def address(sock: socket.socket) -> str:
     if isinstance(name, str):
         return f"unix:{name}"
     host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
