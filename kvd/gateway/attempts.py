@@ -162,6 +162,15 @@ class EngineChooser:
             self._choices.free(question.reservation_id)
         raise GatewayError(Reason.NO_UPSTREAM, "the chosen engine has just been removed")
 
+    def note_refused(self, attempt: Attempt, chosen: ChosenEngine) -> None:
+        """Notes that the chosen engine has not computed the prompt, and is not going to.
+
+        Of two engines, the one that prefills may have computed it all the same.
+        """
+        known = attempt.prompt if attempt.tokens is not None else None
+        if known is not None and chosen.prefill is None:
+            self._choices.note_refused(chosen.reservation_id, known[0])
+
     def _eligible(self, attempt: Attempt, serving: Sequence[Upstream]) -> EligibleEngines:
         if attempt.tried or attempt.bound is not None:
             left = [one for one in serving if attempt.may_try(one)]

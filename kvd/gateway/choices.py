@@ -1,7 +1,7 @@
 """The interface by which the gateway chooses and books: in this process, or by a kvd (`remote`).
 
 Question ──> choose ──> Placement, booked under the question's id
-                           │ note_prefilled, note_cached, free: steps of the booking's life
+                           │ note_prefilled, note_cached, note_refused, free: its further steps
 Worker   ──> register, deregister: the engines that can be chosen
 """
 
@@ -25,6 +25,7 @@ from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerRecord
 from kvd.telemetry.metrics import Family
 from kvd.wire.event_stream import EventStream
+from kvd_core.selector.selector import Prompt
 
 T = TypeVar("T")
 
@@ -120,6 +121,12 @@ class Choices(Protocol):
         """Notes a prompt's cached tokens: those expected, and those that its engine reports.
 
         With `prefill` the prefill engine reports them; this comes before `note_prefilled`.
+        """
+
+    def note_refused(self, reservation_id: str, prompt: Prompt) -> None:
+        """Notes that an engine has refused a prompt, so that it is not going to be cached there.
+
+        A kvd elsewhere is not notified: there it counts until its time is up.
         """
 
     def free(self, reservation_id: str) -> None:
@@ -232,6 +239,10 @@ class LocalChoices:
             key, live = self._selections.reservations.find(booked)
             rank = key, live.worker_id, live.dp_rank
             self._selections.regret.note_cached(rank, expected, cached)
+
+    def note_refused(self, reservation_id: str, prompt: Prompt) -> None:
+        with suppress(NotFound):  # as above
+            self._selections.reservations.note_refused(reservation_id, prompt)
 
     def free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above

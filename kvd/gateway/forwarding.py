@@ -353,6 +353,7 @@ class Forwarder:
                     sent, ending = None, exchange.ending()
                 else:
                     if self._is_declined(attempt, chosen.upstream, answer, takes_over=takes_over):
+                        self._chooser.note_refused(attempt, chosen)
                         return None
                     sent = self._forward(request, attempt, chosen, exchange, answer, own)
                     del answer
@@ -363,6 +364,7 @@ class Forwarder:
         if sent is None:
             if concurrent is None or concurrent.failure is None:
                 self._note_not_begun(attempt, chosen.upstream, ending)
+                self._chooser.note_refused(attempt, chosen)
                 attempt.tried |= {chosen.upstream.worker_id}
             return None
         return await self._end(request, attempt, chosen, sent, ending)
@@ -419,6 +421,8 @@ class Forwarder:
         self._choices.note_prefilled(chosen.reservation_id)
         if chosen.way is not None:
             self._stats.ways[chosen.way] += 1
+        if fault(answer) not in (None, 500):  # 500: it may have computed the prompt
+            self._chooser.note_refused(attempt, chosen)
         self._chains.note_answer(attempt.asked, chosen.upstream.worker_id, answer.held)
         if attempt.later is not None:
             self._tokens.ask_later(attempt.later)

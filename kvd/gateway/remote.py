@@ -395,6 +395,9 @@ class RemoteChoices:
         path = PREFILL_SUFFIX + "/report" if prefill else "/report"
         self._put_step(reservation_id, "POST", path, _dumps(report).encode())
 
+    def note_refused(self, reservation_id: str, prompt: Prompt) -> None:
+        pass  # predictions of a kvd elsewhere end with their time
+
     def free(self, reservation_id: str) -> None:
         self._put_step(reservation_id, "DELETE")
         booking = self._bookings.pop(reservation_id, None)

@@ -27,7 +27,7 @@ from kvd.wire.lifecycle import Face
 from kvd_core.ledger import ledger
 from kvd_core.ledger.journal import Journal
 from kvd_core.ledger.ledger import LiveRequest
-from kvd_core.selector.selector import Pool
+from kvd_core.selector.selector import Pool, Prompt
 
 
 class Reservations(LiveRequests[Candidates]):
@@ -214,6 +214,20 @@ class Reservations(LiveRequests[Candidates]):
         if fraction is None and self._decays:
             fraction = _decayed(candidates, reservation_id)
         candidates.ledger.output_block(reservation_id, fraction)
+
+    def note_refused(self, reservation_id: str, prompt: Prompt) -> None:
+        """Takes back what a reservation predicted of its prompt, which its rank does not compute.
+
+        Raises NotFound.
+        """
+        candidates = self._candidates_of(reservation_id)
+        live = candidates.ledger.request(reservation_id)
+        assert live is not None
+        pool = candidates.pool
+        candidate = pool.find(live.worker_id, live.dp_rank)
+        if candidate is not None:
+            pool.match_again(prompt)
+            pool.withdraw(candidate, live.admitted_at)
 
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""

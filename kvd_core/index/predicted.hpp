@@ -8,11 +8,12 @@
 //   (7, d9) (7, 0c) (7, 5e)   (9, 41) (9, 5e)
 //    └ one booking, its deepest block first ┘
 //
-// An entry ends when its time is up, when there are too many, or when the rank says that it has
-// dropped a block of the same content: the engine knows better. An eviction finds entries by the
-// block's content alone, because that is what O(1) allows. So it also ends the prediction of an
-// equal block in another prompt, which loses a prediction and makes none wrong. Events that confirm
-// a prediction do not end it: the larger of the two depths counts, and then they are equal.
+// An entry ends when its time is up, when there are too many, when the rank has refused the only
+// prompt that predicts it, or when the rank says that it has dropped a block of the same content:
+// the engine knows better. An eviction finds entries by the block's content alone, because that is
+// what O(1) allows. So it also ends the prediction of an equal block in another prompt, which loses
+// a prediction and makes none wrong. Events that confirm a prediction do not end it: the larger of
+// the two depths counts, and then they are equal.
 //
 // The index uses no predictions: they are in none of its answers, dumps or statistics.
 //
@@ -22,8 +23,8 @@
 //   2. an owner stands for a rank from when the rank is first seen until its next `forget`; entries
 //      of earlier owners cannot be found any more and leave when their time is up.
 //
-// Costs: add O(blocks); reach O(1 + blocks predicted); evict O(entries of that content), at most
-// kMaxEvicted; forget O(1). 48 bytes an entry and about 12 in the tables.
+// Costs: add and withdraw O(blocks); reach O(1 + blocks predicted); evict O(entries of that
+// content), at most kMaxEvicted; forget O(1). 48 bytes an entry and about 12 in the tables.
 #pragma once
 
 #include <algorithm>
@@ -70,6 +71,19 @@ class Predicted {
     prune(now, 2 * n);
   }
 
+  // Takes back what `add` at that time has newly predicted of a prompt, but for blocks that other
+  // prompts have predicted since.
+  void withdraw(uint32_t rank, const uint64_t* locals, size_t n, double then) {
+    if (rank >= owners_.size()) return;
+    n = std::min<size_t>(n, max_);
+    chain(locals, n, chained_);
+    for (size_t i = n; i-- > 0;) {
+      const uint32_t id = find(owners_[rank], chained_[i]);
+      if (id == kNoEntry) continue;
+      if (!entries_[id].renewed && entries_[id].expiry == then + ttl_s_) end(id);
+    }
+  }
+
   // How far the rank's predicted blocks reach from block `from` on; `from` if none are predicted.
   size_t reach(uint32_t rank, const std::vector<uint64_t>& chained, size_t from) const {
     if (rank >= owners_.size()) return from;
@@ -112,6 +126,7 @@ class Predicted {
     uint32_t owner;
     uint32_t older, newer;
     uint32_t before, after;  // of the same owner and local hash
+    bool renewed;            // by another `add`
 
     uint32_t& free_link() { return older; }
   };
@@ -155,12 +170,14 @@ class Predicted {
     uint32_t id = find(owner, hash);
     if (id != kNoEntry) {
       unlink(id);
+      entries_[id].renewed = true;
     } else {
       id = entries_.take();
       Entry& entry = entries_[id];
       entry.hash = hash;
       entry.local = local;
       entry.owner = owner;
+      entry.renewed = false;
       exact_.insert(hash_(hash, owner), id, ByHash{*this});
       link_content(id);
     }
@@ -236,7 +253,7 @@ class Predicted {
   std::vector<uint32_t> owners_;  // by rank of the index
   uint32_t next_owner_ = 0;
   uint32_t oldest_ = kNoEntry, newest_ = kNoEntry;
-  std::vector<uint64_t> chained_;  // scratch of `add`
+  std::vector<uint64_t> chained_;  // scratch of `add` and `withdraw`
 };
 
 }  // namespace kvd

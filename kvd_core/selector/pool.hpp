@@ -81,13 +81,21 @@ class Pool {
   // have announced need none.
   void predict(size_t at, double now) {
     const Candidate& c = candidates_[at];
-    Predicted* predicted = c.caches == nullptr ? own_ : index_->predicted();
-    if (predicted == nullptr) return;
+    Predicted* predicted = predictions_of(c);
     const uint32_t rank = rank_in_predictions(c);
     const size_t on_device = c.caches == nullptr ? 0 : on_device_[at];
-    if (rank != kNone) {
+    if (predicted != nullptr && rank != kNone) {
       predicted->add(rank, prompt_.used().data(), prompt_.used().size(), on_device, now);
     }
+  }
+
+  // Takes back what was predicted of the prompt at that time, as the candidate has refused it.
+  void withdraw(size_t at, double then) {
+    const Candidate& c = candidates_[at];
+    Predicted* predicted = predictions_of(c);
+    const uint32_t rank = rank_in_predictions(c);
+    if (predicted != nullptr && rank != kNone)
+      predicted->withdraw(rank, prompt_.used().data(), prompt_.used().size(), then);
   }
 
   Prompt& prompt() { return prompt_; }
@@ -153,6 +161,10 @@ class Pool {
 
  private:
   static const Worker* caches(const Candidate& c) { return c.heard ? c.caches : nullptr; }
+
+  Predicted* predictions_of(const Candidate& c) const {
+    return c.caches == nullptr ? own_ : index_->predicted();
+  }
 
   static uint32_t rank_in_predictions(const Candidate& c) {
     return c.caches == nullptr ? c.booked : c.caches->find(c.dp_rank);

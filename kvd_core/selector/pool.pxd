@@ -27,6 +27,7 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         void find_cached(CMatch&) except +
         void foresee() except +                 # once the loads are known
         void predict(size_t, double) except +   # notes the prompt as cached by a candidate
+        void withdraw(size_t, double) except +  # takes that back
         # The most blocks of the prompt that one of the candidates at these positions caches.
         uint32_t most_cached(const uint32_t*, size_t)
         void remember() except +                # the loads found last

@@ -505,6 +505,13 @@ cdef class Pool:
         """Predicts that a candidate caches the prompt, if predictions are kept. O(blocks)."""
         self.c.predict(self.at(candidate), now)
 
+    def withdraw(self, Py_ssize_t candidate, double then):
+        """Takes back what `predict` at that time has predicted of the prompt, and no other has.
+
+        O(blocks).
+        """
+        self.c.withdraw(self.at(candidate), then)
+
     def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
         """Returns all terms of the cost of all candidates, as Explained.
 

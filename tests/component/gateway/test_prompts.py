@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from examples.engine import server
-from examples.engine.options import EngineOptions
+from examples.engine.options import EngineOptions, Fault
 from kvd.gateway.dns_names import Wanted
 from tests.support.gateways import Answered, Client, Running, engines
 from tests.support.inner_gateways import InnerGateway, inner_gateway
@@ -108,6 +108,33 @@ async def test_log_probabilities_of_a_prompt_are_in_no_cache() -> None:
             assert await matched(path, {**body, "prompt_logprobs": 1}) == 0
             assert await matched(path, {**body, "echo": True, "logprobs": 1}) == 0
             assert await matched(path, body) > 0
+
+
+async def test_what_an_engine_refuses_is_not_predicted_to_be_cached() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, inner, engine):
+        options = engine.server.options
+        shared = f"{TEXT} is what all of them have"
+        assert source(await client.chat(shared)) == "tokenize"
+
+        async def refused(name: str) -> None:
+            prompt = f"{shared} {name} {TEXT}"
+            assert (await client.chat(prompt)).status >= 400, name
+            options.max_model_len = usual
+            if name == "gone":
+                await engine.start()
+            await inner.until_serving(engine.url)
+            answered = await client.chat(prompt)
+            matched = int(answered.headers["x-kvd-matched-tokens"])
+            assert 0 < matched == answered.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        usual = options.max_model_len
+        options.max_model_len = 10
+        await refused("too long")
+        for fault in (Fault.REFUSE_429, Fault.REFUSE_503):
+            options.faults.append(fault)
+            await refused(fault.name)
+        engine.end()
+        await refused("gone")
 
 
 async def test_images_are_in_no_tokens() -> None:

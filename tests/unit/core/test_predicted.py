@@ -54,6 +54,10 @@ class Fleet:
         self.match(prompt)
         self.pool.predict(rank, self.now)
 
+    def withdraw(self, rank: int, prompt: list[int], then: float | None = None) -> None:
+        self.match(prompt)
+        self.pool.withdraw(rank, self.now if then is None else then)
+
     def device(self, prompt: list[int]) -> list[int]:
         self.match(prompt)
         return [each.device_blocks for each in self.pool.explain(DEFAULTS)]
@@ -254,6 +258,29 @@ def test_a_prompt_that_repeats_a_block() -> None:
     fleet.drop(0, [5], 0)  # ends 64 predictions; the deepest were noted first
     assert fleet.index.predicted() == 36
     assert fleet.device([5] * 200) == [0]
+
+
+def test_a_refused_prompt_leaves_no_prediction() -> None:
+    fleet = Fleet()
+    fleet.reserve(1, [1, 2])
+    fleet.now = 1.0
+    fleet.store(1, [1])
+    fleet.reserve(1, [1, 2, 3, 4])
+    fleet.withdraw(1, [1, 2, 3, 4])
+    assert fleet.device([1, 2, 3, 4]) == [0, 2]  # an earlier prompt predicts the second block
+    for _ in range(2):
+        fleet.reserve(1, [5, 6])
+        fleet.withdraw(1, [5, 6])
+        assert fleet.index.predicted() == 2
+    fleet.reserve(1, [5, 6, 7])
+    then, fleet.now = fleet.now, 2.0
+    fleet.reserve(1, [5, 6, 8])
+    fleet.withdraw(1, [5, 6, 7], then)
+    assert fleet.device([5, 6, 7]) == [0, 2]  # a later prompt does
+    assert fleet.device([5, 6, 8]) == [0, 3]
+    fleet.withdraw(0, [5, 6, 8])
+    assert fleet.device([5, 6, 8]) == [0, 3]
+    fleet.index.verify()
 
 
 def test_without_predictions_nothing_is_kept() -> None:
