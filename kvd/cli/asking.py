@@ -35,16 +35,16 @@ def add_status(commands: Any) -> None:
         "status",
         status_settings,
         show_status,
-        # It asks no gateway, which lists its engines under GET /status.
-        [each for each in settings.BIND_SETTINGS if each.name != "gateway_bind"],
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
         "live requests, its rates, and the workers whose event streams are inexact. The command "
         "takes the daemon's addresses from the file, the environment or the flags, and asks each "
-        f"face. Without --config it reads the service's file, {config.SERVICE_FILE}, if that is "
+        "face. With an address of a gateway, others that have only their default address may be "
+        "missing. "
+        f"Without --config it reads the service's file, {config.SERVICE_FILE}, if that is "
         "readable.",
         epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
-        "be selected or a model never matches, 2 a face does not answer.",
+        "be selected, an engine does not serve or a model never matches, 2 a face does not answer.",
     )
     parser.add_argument(
         "--interval",
@@ -213,15 +213,13 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     values, client = asked
     # No rate can be measured over no time.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    faces = face_client.faces_of(values)
+    faces = face_client.binds_of(values)
     if not faces:
-        why = "every face is off"
-        if face_client.binds_of(values):
-            why += " but the gateway: GET /status there lists its engines, and `kvd doctor` asks it"
-        logs.complain(config.StartError(why))
+        logs.complain(config.StartError("every face is off"))
         return "", status.UNREACHABLE
+    may_lack = face_client.at_default(values) if "gateway" in faces else ()
     try:
-        shown = status.figures(status.check(faces, interval_s, client))
+        shown = status.figures(status.check(faces, interval_s, client, may_lack))
         # Clients choose names: some could look like lines of kvd's, or control the terminal.
         text = "\n".join(map(logs.plain, status.text(shown)))
         text = json.dumps(shown, indent=1) if given["json"] else text

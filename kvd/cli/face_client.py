@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from kvd._version import VERSION
 from kvd.config.parsers import Bind, Binds, UnixBind
+from kvd.config.settings import BIND_SETTINGS
 
 FACES = ("indexer", "slot-tracker", "selection", "conductor")
 
@@ -178,6 +179,13 @@ def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
         for name, binds in found.items()
         if isinstance(binds, Binds)
     }
+
+
+def at_default(values: Mapping[str, Any]) -> set[str]:
+    """Returns the faces whose address nobody has named: beside a gateway they may not run."""
+    defaults = {each.name: each.default for each in BIND_SETTINGS}
+    names = {name: f"{name.replace('-', '_')}_bind" for name in FACES}
+    return {name for name, bind in names.items() if values[bind] == defaults[bind]}
 
 
 def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:

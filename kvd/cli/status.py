@@ -2,6 +2,7 @@
 
     /metrics of every face ── interval ── /metrics again ──> sizes, rates
     /workers (indexer), /loads (slot tracker), /services (conductor) ──> workers, loads, streams
+    /status (gateway) ──> engines
 
 The command uses public routes only; the daemon does nothing special for it.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
@@ -25,6 +26,7 @@ from kvd.wire.event_stream import StreamHealth
 EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
 
 SHORTEST_S = 0.01  # shortest pause between two samples of `kvd status`
+SERVING = "serving"  # the standing of an engine in use, as a gateway's /status says it
 MOST_LINES = 20  # inexact streams that the text lists; further ones are counted
 
 # Routes of each face's lists, by the list's member of `FaceStatus.lists`.
@@ -33,6 +35,7 @@ LISTS = {
     "slot-tracker": {"loads": "/loads"},
     "selection": {"workers": "/workers"},
     "conductor": {"publishers": "/services"},
+    "gateway": {"status": "/status"},
 }
 
 # A metric of each face that no other face has: it shows that the right face answers.
@@ -41,8 +44,12 @@ KNOWN_BY = {
     "slot-tracker": "kvd_slots_ranks",
     "selection": "kvd_selection_ranks",
     "conductor": "kvd_conductor_publishers",
+    "gateway": "kvd_gateway_running_requests",
 }
 
+# Where a gateway has several processes, each sample begins with the name of its own.
+_PROCESS = re.compile(r'process="([^"]*)",?')
+_INDEX_PROCESS = "kvd"  # it holds the index and all loads
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 
 Samples = dict[tuple[str, str], float]  # by name and labels, as they are written
@@ -52,6 +59,22 @@ def read_samples(text: str) -> Samples:
     """Returns the samples of a page in Prometheus' text format."""
     found = map(_SAMPLE.fullmatch, text.split("\n"))
     return {(m["name"], m["labels"] or ""): float(m["value"]) for m in found if m}
+
+
+def of_one_process(samples: Samples) -> Samples:
+    """Returns the samples of a gateway as if it had one process.
+
+    Those about requests are sums, and all others those of the process that holds the index.
+    """
+    merged: Samples = {}
+    for (name, labels), value in samples.items():
+        process = _PROCESS.match(labels)
+        key = name, labels if process is None else labels[process.end() :]
+        if name.startswith("kvd_gateway_"):
+            merged[key] = merged.get(key, 0.0) + value
+        elif process is None or process[1] == _INDEX_PROCESS:
+            merged[key] = value
+    return merged
 
 
 @dataclass
@@ -94,12 +117,21 @@ class FaceStatus:
         return self.gained(name) / self.seconds
 
 
-def check(binds: Mapping[str, Bind], interval_s: float, client: FaceClient) -> list[FaceStatus]:
-    """Asks every face twice, at least `interval_s` apart."""
+def check(
+    binds: Mapping[str, Bind],
+    interval_s: float,
+    client: FaceClient,
+    may_lack: Collection[str] = (),
+) -> list[FaceStatus]:
+    """Asks every face twice, at least `interval_s` apart.
+
+    Faces that it `may_lack` are left out if they do not answer.
+    """
     faces = [FaceStatus(name, bind) for name, bind in binds.items()]
     begun = time.monotonic()
     for face in faces:
         _try(_read_before, face, client)
+    faces = [face for face in faces if face.error is None or face.name not in may_lack]
     time.sleep(max(0.0, begun + interval_s - time.monotonic()))
     for face in faces:
         _try(_read_after, face, client)
@@ -122,16 +154,21 @@ def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
 
 def _read_before(face: FaceStatus, client: FaceClient) -> None:
     face.asked_at = time.monotonic()
-    face.before = read_samples(client.ask(face.bind, "/metrics"))
+    face.before = _samples(face, client)
     if not any(name == KNOWN_BY[face.name] for name, _ in face.before):
         raise ValueError(f"the server at this address is not a kvd {face.name}")
 
 
 def _read_after(face: FaceStatus, client: FaceClient) -> None:
-    face.after = read_samples(client.ask(face.bind, "/metrics"))
+    face.after = _samples(face, client)
     face.seconds = max(SHORTEST_S, time.monotonic() - face.asked_at)
     for name, path in LISTS[face.name].items():
         face.lists[name] = json.loads(client.ask(face.bind, path))
+
+
+def _samples(face: FaceStatus, client: FaceClient) -> Samples:
+    samples = read_samples(client.ask(face.bind, "/metrics"))
+    return of_one_process(samples) if face.name == "gateway" else samples
 
 
 def _read_findings(face: FaceStatus, client: FaceClient) -> None:
@@ -202,6 +239,7 @@ SIZES = {
         "sessions": "kvd_selection_sessions",
     },
     "conductor": {"registered": "kvd_conductor_publishers"},
+    "gateway": {"running": "kvd_gateway_running_requests"},
 }
 
 
@@ -228,7 +266,8 @@ def _loop(faces: list[FaceStatus]) -> dict[str, Any]:
 
 
 def _requests(face: FaceStatus) -> float:
-    return face.rate(r"(dynamo_kvindexer|kvd_(slot_tracker|selection|conductor))_requests_total")
+    faces = "dynamo_kvindexer|kvd_(slot_tracker|selection|conductor|gateway)"
+    return face.rate(rf"({faces})_requests_total")
 
 
 def _face(face: FaceStatus) -> dict[str, Any]:
@@ -239,12 +278,13 @@ def _face(face: FaceStatus) -> dict[str, Any]:
 
 def exit_code(shown: Mapping[str, Any]) -> int:
     """Returns the exit code: 2 if a face does not answer, 1 if anything else is wrong, else 0."""
-    if any("error" in face for face in shown["faces"].values()):
+    if not shown["faces"] or any("error" in face for face in shown["faces"].values()):
         return UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
     workers = shown.get("selection", {}).get("workers", [])
     unscheduled = any(each["lifecycle"] != WorkerLifecycle.SCHEDULABLE for each in workers)
-    return INEXACT if inexact or unscheduled or shown["unmatched_models"] else EXACT
+    unserved = any(_unserved(shown))
+    return INEXACT if inexact or unscheduled or unserved or shown["unmatched_models"] else EXACT
 
 
 def text(shown: Mapping[str, Any]) -> Iterator[str]:
@@ -276,6 +316,11 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
     yield from _loads(shown.get("slot_tracker", {}).get("loads", []))
     if "conductor" in shown:
         yield f"{'conductor':13} {shown['conductor']['registered']:,} publishers"
+    if "gateway" in shown:
+        engines = shown["gateway"]["status"]["upstreams"]
+        serving = sum(each["standing"] == SERVING for each in engines)
+        running = f"{shown['gateway']['running']:,} requests in progress"
+        yield f"{'engines':13} {serving:,} of {len(engines):,} serve, {running}"
     if shown["resident_bytes"] is not None:
         yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
     if shown["loop"]["longest"]:
@@ -325,10 +370,11 @@ def _loads(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong: inexact streams, unschedulable workers, models that never match."""
+    """Yields what is wrong: engines out of use, inexact streams, unmatched models and the like."""
     workers = shown.get("indexer", {}).get("workers", [])
     chosen = shown.get("selection", {}).get("workers", [])
-    rows = [
+    rows = list(_unserved(shown))
+    rows += [
         f"{_named(each, 'instance_id')}: {each['stream']}, {each['status']}"
         f"{_remarks(each['listeners'])}"
         for each in workers
@@ -356,6 +402,17 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {row}" for row in rows[:MOST_LINES])
     if len(rows) > MOST_LINES:
         yield f"  and {len(rows) - MOST_LINES:,} more"
+
+
+def _unserved(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the engines that a gateway does not use, and the kvds that it cannot ask."""
+    status = shown.get("gateway", {}).get("status", {})
+    for each in status.get("upstreams", ()):
+        if each["standing"] != SERVING:
+            yield f"engine {each['url']}: {each['problem'] or each['standing']}"
+    for each in status.get("kvds", ()):
+        if not each["up"]:
+            yield f"kvd {each['url']}: {each['problem']}"
 
 
 def _named(worker: Mapping[str, Any], id_member: str) -> str:

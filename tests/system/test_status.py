@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -12,18 +13,23 @@ from typing import Any
 
 import msgpack
 import pytest
+import trio
 import zmq
 
-from kvd.cli.face_client import faces_of
+from examples.engine.options import EngineOptions
+from kvd.cli.face_client import FACES, FaceClient, at_default, faces_of
 from kvd.cli.main import main
-from kvd.cli.status import LISTS, read_samples
+from kvd.cli.status import check, of_one_process, read_samples
 from kvd.config import load as config
 from kvd.config.parsers import Binds, TcpBind, UnixBind
+from kvd.config.settings import BIND_SETTINGS
 from tests.support import http_client
 from tests.support.asking import make_client_certificates
+from tests.support.gateways import engines, gateway_of
 from tests.support.http_client import Client
 from tests.support.other_versions import other_version
 from tests.support.ports import find_free_port
+from tests.support.processes import Server
 from tests.support.running import running
 
 PAIR = {"cert": "pem", "key": "key"}
@@ -216,7 +222,7 @@ def test_a_face_that_is_not_there_is_an_exit_code_of_its_own(
     assert "cannot read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("face", LISTS)
+@pytest.mark.parametrize("face", [*FACES, "gateway"])
 def test_a_face_that_answers_in_place_of_another_is_told(
     binds: list[str], capsys: pytest.CaptureFixture[str], face: str
 ) -> None:
@@ -224,7 +230,7 @@ def test_a_face_that_answers_in_place_of_another_is_told(
     flag = f"--{face}-bind"
     others = [each for each in binds if not each.startswith(flag)]
     for other in others:
-        off = [f"--{name}-bind=off" for name in LISTS if name != face]
+        off = [f"--{name}-bind=off" for name in FACES if name != face]
         code, shown = status(capsys, f"{flag}={other.partition('=')[2]}", *off)
         assert code == 2
         assert shown["faces"][face]["error"] == f"the server at this address is not a kvd {face}"
@@ -251,13 +257,57 @@ def test_answers_of_another_version_are_no_crash(
 def test_without_a_face_nothing_is_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    off = [f"--{face}-bind=off" for face in LISTS]
+    off = [f"--{face}-bind=off" for face in FACES]
     for command in ("status", "doctor"):
         assert main([command, *off]) == 2
         assert capsys.readouterr().err.endswith("every face is off\n")
-    monkeypatch.setenv("KVD_GATEWAY_BIND", "127.0.0.1:0")
-    assert main(["status", *off]) == 2
-    assert "every face is off but the gateway: GET /status there" in capsys.readouterr().err
+    monkeypatch.setenv("KVD_GATEWAY_BIND", f"127.0.0.1:{find_free_port()}")
+    code, shown = status(capsys, *off)
+    assert code == 2 and "refused" in shown["faces"]["gateway"]["error"]
+
+
+async def test_a_gateway_names_the_engines_that_do_not_serve(
+    kvd_process: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = [f"--{face}-bind=off" for face in FACES]
+    away = f"http://127.0.0.1:{find_free_port()}"
+    async with engines(EngineOptions(events=False)) as (engine,):
+        for urls, expected in (([engine.url], 0), ([engine.url, away], 1)):
+            async with gateway_of(kvd_process, urls, count=1) as client:
+                flags = [*off, f"--gateway-bind={client.http.base_url.netloc.decode()}"]
+                code, shown = await trio.to_thread.run_sync(partial(status, capsys, *flags))
+                assert code == expected and list(shown["faces"]) == ["gateway"]
+                found = {each["url"] for each in shown["gateway"]["status"]["upstreams"]}
+                assert found == set(urls) and shown["gateway"]["running"] == 0
+                asks = ["status", "--interval=0", *flags]
+                assert await trio.to_thread.run_sync(main, asks) == expected
+                lines = capsys.readouterr().out.splitlines()
+                total = f"1 of {len(urls)} serve, 0 requests in progress"
+                assert f"engines       {total}" in lines
+                assert any(line.startswith(f"  engine {away}: ") for line in lines) == bool(code)
+
+
+def test_beside_a_gateway_faces_at_their_default_address_may_be_missing() -> None:
+    values = {each.name: each.default for each in BIND_SETTINGS}
+    values["selection_bind"] = Binds((UnixBind("/x"),))
+    assert at_default(values) == {"indexer", "slot-tracker", "conductor"}
+    nowhere = {"indexer": TcpBind("127.0.0.1", find_free_port())}
+    asks = FaceClient(b"", None, None, None)
+    assert [face.name for face in check(nowhere, 0.0, asks)] == ["indexer"]
+    assert check(nowhere, 0.0, asks, {"indexer"}) == []
+
+
+def test_processes_of_a_gateway_count_as_one() -> None:
+    processes = ("kvd", 4), ("gateway-0", 1), ("gateway-1", 2)
+    text = "".join(
+        f'kvd_gateway_running_requests{{process="{name}"}} {value}\n'
+        f'kvd_streams{{process="{name}",state="exact"}} {value}\n'
+        for name, value in processes
+    )
+    merged = {("kvd_gateway_running_requests", ""): 7, ("kvd_streams", 'state="exact"'): 4}
+    assert of_one_process(read_samples(text)) == merged
+    alone = 'kvd_streams{state="exact"} 3\n'
+    assert of_one_process(read_samples(alone)) == read_samples(alone)
 
 
 def test_names_of_clients_are_no_lines_and_nothing_for_terminals(
@@ -295,10 +345,10 @@ def test_the_file_of_the_service_is_read_where_none_is_named(
 ) -> None:
     path = tmp_path / "kvd.toml"
     monkeypatch.setattr(config, "SERVICE_FILE", path)
-    faces = dict.fromkeys(LISTS, "off") | {"indexer": binds[0].partition("=")[2]}
+    faces = dict.fromkeys(FACES, "off") | {"indexer": binds[0].partition("=")[2]}
     text = [f'{name.replace("-", "_")}_bind = "{bind}"\n' for name, bind in faces.items()]
     code, shown = status(capsys, *binds)  # the file need not exist
-    assert code == 0 and list(shown["faces"]) == list(LISTS)
+    assert code == 0 and list(shown["faces"]) == list(FACES)
     path.write_text("".join(text))
     code, shown = status(capsys)
     assert code == 0 and list(shown["faces"]) == ["indexer"]
@@ -313,7 +363,7 @@ def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_p
     tokens.write_text("a lifecycle 0123456789abcdef\n")
     (tmp_path / "token").write_text("0123456789abcdef")
     bind = f"--indexer-bind=127.0.0.1:{port}"
-    off = [f"--{name}-bind=off" for name in LISTS if name != "indexer"]
+    off = [f"--{name}-bind=off" for name in FACES if name != "indexer"]
     with running(tmp_path, port, "serve", bind, *off, "--tokens-file", str(tokens)):
         for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
             assert main(["status", "--interval=0", bind, *off, *flags]) == 2
