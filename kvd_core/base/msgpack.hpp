@@ -121,6 +121,9 @@ class Cursor {
   Wholeness framing() const noexcept { return framing_; }
   bool broken() const noexcept { return framing_ != Wholeness::WHOLE; }
 
+  // A cursor for the next `bytes` at most: what runs past them is truncated for it.
+  Cursor short_part(size_t bytes) const noexcept { return {p_, p_ + std::min(bytes, left())}; }
+
   // Moves back to a position where this cursor has been; a broken framing stays broken.
   void back_to(const uint8_t* at) noexcept { p_ = at; }
 
@@ -213,10 +216,15 @@ class Cursor {
   }
 
   void skip(uint64_t values = 1) noexcept {
-    while (values != 0 && ready()) {
-      --values;
-      values += skip_head();
-    }
+    uint64_t all = UINT64_MAX;
+    skip(values, &all);
+  }
+
+  // Moves past values until all are passed or `*most` heads are; takes these heads off `*most`.
+  // Returns how many values are left, 0 in a broken framing.
+  uint64_t skip(uint64_t values, uint64_t* most) noexcept {
+    for (; values != 0 && *most != 0 && ready(); --*most) values += skip_head() - 1;
+    return broken() ? 0 : values;
   }
 
  private:

@@ -6,12 +6,14 @@
 //                                                                  │ when the rank is known
 //                        sink.begin, stored, removed, cleared, bad ◀┘
 //
-// A payload may be megabytes long, so it is read and applied in slices (SlicedBatch). Reading stops
-// between two events, applying also inside of an event.
+// A payload may be megabytes long, so it is read and applied in slices (SlicedBatch). Reading and
+// applying stop also inside of an event.
 //
 // Invariants
 //  1. The rank comes after the events on the wire, but the sink gets it first. So events wait in
-//     Scratch, and each byte is read once. A batch that is refused whole emits nothing.
+//     Scratch, and each byte is read once. Of a payload longer than a portion, the reader looks
+//     ahead for the rank; then one portion of events after the other is read and applied, so that
+//     Scratch stays small. A batch that is refused whole emits nothing.
 //  2. An unusable event affects only itself: its value is skipped, its Reason counted, and the
 //     other events of the batch are applied.
 //  3. When the msgpack framing breaks, the events before the break count, one Reason is given, and
@@ -27,6 +29,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "events/reader.hpp"
 #include "events/scratch.hpp"
@@ -51,48 +54,62 @@ constexpr size_t kStepsAName = 8;
 constexpr size_t kStepsARemoval = 4;
 constexpr size_t kSlotsAStep = 4;   // slots of a names table, for a clear
 constexpr size_t kBytesAStep = 64;  // bytes of an event that is read, besides one step for it
+// Bytes of events that are read before they are applied, but at least one event. The memory for
+// them is up to eleven times as much.
+constexpr ptrdiff_t kPortionBytes = ptrdiff_t{1} << 20;
 
 namespace decoding {
 
-// Reads a payload into Scratch.
+// Reads a payload into Scratch, portion by portion.
 class BatchReader {
  public:
   BatchReader(const uint8_t* payload, size_t size, Scratch& scratch)
-      : in_(payload, payload + size), scratch_(scratch), events_(in_, scratch) {
-    scratch_.clear();
-    if (in_.left() > kMaxPayloadBytes) {
-      refuse(Reason::TOO_LARGE);
-    } else if (in_.array(&parts_left_)) {
-      if (parts_left_ < 2) refuse(Reason::BATCH_SHAPE);
-    } else if (in_.map(&parts_left_)) {
-      is_map_ = true;
-    } else {
-      in_.skip();
-      refuse(Reason::BATCH_SHAPE);
-    }
+      : payload_(payload), in_(payload, payload + size), scratch_(scratch), events_(in_, scratch) {
+    seeks_rank_ = in_.left() > kPortionBytes;
+    begin();
   }
 
   bool has_events = false;  // the event list was reached and the batch is not refused
   bool has_rank = false;
   uint32_t rank = 0;
   BatchResult result = {};
+  bool done = false;  // all is read
 
-  // Reads further, at least one event; false when all is read.
+  // Reads on, at least a little; false when the steps are used up before a portion is in Scratch.
   bool read(Steps& steps) {
-    while (going()) {
-      if (events_left_ != 0) {
-        read_event(steps);
-        if (!steps.left() && events_left_ != 0) return true;
-      } else if (parts_left_ != 0) {
-        --parts_left_;
-        is_map_ ? read_member() : read_part(at_part_ < 3 ? kPositions[at_part_++] : Part::OTHER);
-      } else {
-        break;
-      }
+    if (portion_ == nullptr) {
+      portion_ = in_.at();
+      scratch_.clear();
     }
-    if (is_map_ && !has_events) refuse(Reason::BATCH_SHAPE);
+    do {
+      while (going()) {
+        if (events_left_ != 0) {
+          if (!read_event(steps)) return false;
+          if (events_left_ == 0) continue;
+          if (in_.at() - portion_ >= kPortionBytes) return end_portion();
+          if (!steps.left()) return false;
+        } else if (to_skip_ != 0) {
+          steps.take(1);
+          to_skip_ = skip_some(in_, to_skip_, steps);
+          if (!steps.left()) return false;
+        } else if (parts_left_ != 0) {
+          --parts_left_;
+          if (!is_map_) {
+            read_part(at_part_ < 3 ? kPositions[at_part_++] : Part::OTHER);
+            continue;
+          }
+          read_member();
+          steps.take(1);
+          if (!steps.left()) return false;
+        } else {
+          break;
+        }
+      }
+      if (is_map_ && !has_events) refuse(Reason::BATCH_SHAPE);
+    } while (rewinds());
     finish();
-    return false;
+    done = true;
+    return end_portion();
   }
 
   uint32_t bad(size_t reason) const { return events_.bad[reason]; }
@@ -106,10 +123,41 @@ class BatchReader {
 
   static constexpr Part kPositions[] = {Part::TIME, Part::EVENTS, Part::RANK};
 
+  void begin() {
+    at_part_ = 0;
+    has_events = false;
+    if (in_.left() > kMaxPayloadBytes) {
+      refuse(Reason::TOO_LARGE);
+    } else if (in_.array(&parts_left_)) {
+      if (parts_left_ < 2) refuse(Reason::BATCH_SHAPE);
+    } else if (in_.map(&parts_left_)) {
+      is_map_ = true;
+    } else {
+      in_.skip();
+      refuse(Reason::BATCH_SHAPE);
+    }
+  }
+
+  // Begins again once the reader has looked ahead, unless the batch is refused.
+  bool rewinds() {
+    if (!seeks_rank_ || refused_) return false;
+    seeks_rank_ = false;
+    knows_rank_ = true;
+    in_ = Cursor(payload_, in_.end());
+    portion_ = payload_;
+    begin();
+    return true;
+  }
+
+  bool end_portion() {
+    portion_ = nullptr;
+    return true;
+  }
+
   void read_member() {
     std::string_view key;
     if (!in_.text(&key)) {
-      in_.skip(2);
+      to_skip_ = 2;
     } else if (!in_.nil()) {
       read_part(spelled(kParts, key, Part::OTHER));
     }
@@ -123,23 +171,30 @@ class BatchReader {
       case Part::EVENTS:
         if (has_events || !in_.array(&events_left_)) return refuse(Reason::BATCH_SHAPE);
         has_events = true;
+        if (seeks_rank_) to_skip_ = std::exchange(events_left_, 0);
         break;
       case Part::RANK:
-        if (!in_.nil()) read_rank();
+        if (knows_rank_) {
+          to_skip_ = 1;
+        } else if (!in_.nil()) {
+          read_rank();
+        }
         break;
       case Part::OTHER:
-        in_.skip();
+        to_skip_ = 1;
         break;
     }
   }
 
-  void read_event(Steps& steps) {
+  // Returns false when the steps are used up before the event is read.
+  bool read_event(Steps& steps) {
     const uint8_t* from = in_.at();
-    events_.read();
-    if (in_.broken()) return;
+    if (!events_.read(steps)) return false;
+    if (in_.broken()) return true;
     --events_left_;
     ++result.events;
     steps.take(1 + static_cast<size_t>(in_.at() - from) / kBytesAStep);
+    return true;
   }
 
   void read_rank() {
@@ -179,14 +234,19 @@ class BatchReader {
     result.ignored = events_.ignored;
   }
 
+  const uint8_t* payload_;
   Cursor in_;
   Scratch& scratch_;
   EventReader events_;
   uint32_t parts_left_ = 0;
   uint32_t at_part_ = 0;
   uint32_t events_left_ = 0;
+  uint64_t to_skip_ = 0;  // values
   bool is_map_ = false;
   bool refused_ = false;
+  bool seeks_rank_;  // for the rank: events are skipped
+  bool knows_rank_ = false;
+  const uint8_t* portion_ = nullptr;  // the beginning of the one that is being read
 };
 
 inline void point_into(const Scratch& scratch, PendingStored& pending) {
@@ -216,25 +276,30 @@ template <class Sink>
 BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, Sink& sink) {
   using decoding::Type;
   decoding::BatchReader batch(payload, size, scratch);
-  for (Steps all(INT64_MAX); batch.read(all);) {}
-  if (batch.has_events) sink.begin(batch.has_rank, batch.rank);
-  for (const decoding::Pending& item : scratch.order) {
-    if (item.type == Type::STORED) {
-      decoding::PendingStored& pending = scratch.stored[item.index];
-      decoding::point_into(scratch, pending);
-      sink.stored(static_cast<const StoredEvent&>(pending.event));
-    } else if (item.type == Type::REMOVED) {
-      decoding::PendingRemoved& pending = scratch.removed[item.index];
-      decoding::point_into(scratch, pending);
-      sink.removed(static_cast<const RemovedEvent&>(pending.event));
-    } else {
-      sink.cleared(static_cast<const ClearedEvent&>(scratch.cleared[item.index]));
+  for (bool begun = false; !batch.done;) {
+    Steps some(INT64_MAX);
+    batch.read(some);
+    if (!begun && batch.has_events) sink.begin(batch.has_rank, batch.rank);
+    begun = true;
+    for (const decoding::Pending& item : scratch.order) {
+      if (item.type == Type::STORED) {
+        decoding::PendingStored& pending = scratch.stored[item.index];
+        decoding::point_into(scratch, pending);
+        sink.stored(static_cast<const StoredEvent&>(pending.event));
+      } else if (item.type == Type::REMOVED) {
+        decoding::PendingRemoved& pending = scratch.removed[item.index];
+        decoding::point_into(scratch, pending);
+        sink.removed(static_cast<const RemovedEvent&>(pending.event));
+      } else {
+        sink.cleared(static_cast<const ClearedEvent&>(scratch.cleared[item.index]));
+      }
     }
   }
   for (size_t reason = 0; reason < kReasons; ++reason) {
     for (uint32_t n = batch.bad(reason); n != 0; --n) sink.bad(static_cast<Reason>(reason));
   }
-  scratch.give_back();
+  Steps all(INT64_MAX);
+  scratch.give_back(all);
   return batch.result;
 }
 
@@ -258,8 +323,7 @@ class SlicedBatch {
     reader_.emplace(payload, size, scratch);
     scratch_ = &scratch;
     reading_ = true;
-    next_ = 0;
-    at_ = 0;
+    begun_ = false;
   }
 
   void drop() { reader_.reset(); }
@@ -270,28 +334,41 @@ class SlicedBatch {
 
   // Continues, at least a little; false when the batch is over.
   bool advance(Sink& sink, Steps& steps) {
-    if (reading_) {
-      if (reader_->read(steps)) return true;
-      reading_ = false;
-      refused_ = !reader_->has_events;
-      if (!refused_) sink.begin(reader_->has_rank, reader_->rank);
-    } else {
-      sink.resume();
-    }
-    for (; sink.resolve_waiting(steps) && next_ != scratch_->order.size();) {
+    if (begun_) sink.resume();
+    for (;;) {
+      if (reading_ && !read(sink, steps)) return true;
+      while (sink.resolve_waiting(steps) && next_ != scratch_->order.size()) {
+        if (!steps.left()) return true;
+        apply_some(sink, scratch_->order[next_], steps);
+      }
+      if (next_ != scratch_->order.size() || !sink.resolve_waiting(steps)) return true;
+      scratch_->order.clear();
+      next_ = 0;
+      if (!scratch_->give_back(steps)) return true;
+      if (reader_->done) break;
+      reading_ = true;
       if (!steps.left()) return true;
-      apply_some(sink, scratch_->order[next_], steps);
     }
-    if (next_ != scratch_->order.size() || !sink.resolve_waiting(steps)) return true;
     for (size_t reason = 0; reason < kReasons; ++reason) {
       if (const uint32_t n = reader_->bad(reason)) sink.bad(static_cast<Reason>(reason), n);
     }
-    scratch_->give_back();
     reader_.reset();
     return false;
   }
 
  private:
+  // Reads the next portion; false when the steps are used up before it is complete.
+  bool read(Sink& sink, Steps& steps) {
+    if (!reader_->read(steps)) return false;
+    reading_ = false;
+    next_ = at_ = 0;
+    if (begun_) return true;
+    begun_ = true;
+    refused_ = !reader_->has_events;
+    if (!refused_) sink.begin(reader_->has_rank, reader_->rank);
+    return true;
+  }
+
   void apply_some(Sink& sink, const decoding::Pending& item, Steps& steps) {
     if (item.type == decoding::Type::STORED) {
       decoding::PendingStored& pending = scratch_->stored[item.index];
@@ -315,6 +392,7 @@ class SlicedBatch {
   size_t next_ = 0;  // position in `Scratch::order`
   uint32_t at_ = 0;  // position in that event's hashes
   bool reading_ = false;
+  bool begun_ = false;  // the first portion has been read
   bool refused_ = false;
 };
 

@@ -4,6 +4,9 @@
 //   map     {"type": tag, member: value, ...}      newer ones; any order, any further members
 //                 └──▶ read_member(which) for both
 //
+// A list or a skipped value may have millions of elements. So reading stops between two elements
+// when the slice's steps are used up; `left_` says how many are to come.
+//
 // Invariants
 //  1. The cursor ends after exactly one value, or is broken.
 //  2. A value of a wrong type is noted and skipped. Whether the event is refused for it is decided
@@ -16,6 +19,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 #include <vector>
 
@@ -23,6 +27,7 @@
 #include "events/scratch.hpp"
 #include "events/types.hpp"
 #include "base/msgpack.hpp"
+#include "base/steps.hpp"
 
 namespace kvd {
 namespace decoding {
@@ -86,32 +91,58 @@ constexpr Member kStoredPositions[] = {HASHES,  PARENT, TOKENS,    BLOCK_SIZE,
                                        LORA_ID, MEDIUM, LORA_NAME, EXTRA_KEYS};
 constexpr Member kRemovedPositions[] = {HASHES, MEDIUM};
 
-// Reads one event after another into Scratch.
+constexpr uint64_t kShortList = 256;  // elements that are read at once; part of their event's steps
+constexpr uint64_t kElementsAStep = 16;  // of a longer list, or values that are skipped
+constexpr uint32_t kMembersAtOnce = 64;  // members of an event between two checks of the steps
+
+// Elements that a slice's steps suffice for, a short list at least.
+inline uint64_t elements_for(const Steps& steps) {
+  constexpr int64_t kMost = int64_t{1} << 32;  // a payload has fewer
+  const auto rest = static_cast<uint64_t>(std::clamp<int64_t>(steps.rest(), 1, kMost));
+  return std::max(kShortList, kElementsAStep * rest);
+}
+
+// Skips values until the steps are used up; returns how many are left.
+inline uint64_t skip_some(Cursor& in, uint64_t values, Steps& steps) {
+  const uint64_t most = elements_for(steps);
+  uint64_t unused = most;
+  values = in.skip(values, &unused);
+  steps.take((most - unused) / kElementsAStep);
+  return values;
+}
+
+// Reads one event after another into Scratch. What short events never need is not inlined, as the
+// rest is read faster then.
 class EventReader {
  public:
-  EventReader(Cursor& in, Scratch& scratch) : in_(in), scratch_(scratch) {}
+  EventReader(Cursor& in, Scratch& scratch) : in_(in), scratch_(scratch), identity_(scratch) {}
 
   uint32_t bad[kReasons] = {};
   uint32_t ignored = 0;
 
-  // Reads one value into Scratch, or leaves that as it was if the event is refused.
-  void read() {
-    const size_t hashes = scratch_.hashes.size(), tokens = scratch_.tokens.size();
-    const size_t mm_begin = scratch_.mm_begin.size(), mm = scratch_.mm.size();
-    const size_t remaining = scratch_.remaining.size();
-    read_value();
-    const bool kept = !in_.broken() && keep();
-    if (!kept || type_ != Type::STORED) scratch_.stored.pop_back();
-    if (kept) return;
-    scratch_.hashes.resize(hashes);
-    scratch_.tokens.resize(tokens);
-    scratch_.mm_begin.resize(mm_begin);
-    scratch_.mm.resize(mm);
-    scratch_.remaining.resize(remaining);
+  // Reads one value into Scratch, or leaves that as it was if the event is refused. Of a long value
+  // it reads a part and returns false; then call it again.
+  bool read(Steps& steps) {
+    steps_ = &steps;
+    if (form_ == Form::NONE) begin();
+    if (form_ != Form::READ) {
+      if (!read_members()) return false;
+      form_ = Form::READ;
+      has_identity_ = type_ == Type::STORED && (mm_infos_ != nullptr || extra_keys_ != nullptr);
+      if (has_identity_)
+        identity_.begin(in_.end(), *pending_, mm_infos_, mm_from_tail_, extra_keys_);
+    }
+    if (has_identity_ && !in_.broken() && !identity_.read(steps)) return false;
+    end();
+    return true;
   }
 
  private:
-  void read_value() {
+  enum class Form : uint8_t { NONE, MAP, ARRAY, READ };  // READ: all members have been read
+
+  void begin() {
+    before_ = {scratch_.hashes.size(), scratch_.tokens.size(), scratch_.mm_begin.size(),
+               scratch_.mm.size(), scratch_.remaining.size()};
     type_ = Type::NONE;
     seen_ = wrong_ = 0;
     has_medium_ = mm_from_tail_ = false;
@@ -119,30 +150,77 @@ class EventReader {
     extra_keys_ = mm_infos_ = nullptr;
     pending_ = &scratch_.stored.emplace_back();
     event_ = &pending_->event;
-    uint32_t count;
-    if (in_.map(&count)) {
-      read_map(count);
-    } else if (in_.array(&count)) {
-      read_array(count);
-    } else {
-      in_.skip();
+    members_ = 0;
+    hint_ = TYPE;
+    if (in_.map(&members_)) {
+      form_ = Form::MAP;
+      return;
     }
+    form_ = Form::ARRAY;
+    n_slots_ = 0;
+    position_ = positions_end_ = nullptr;
+    if (!in_.array(&members_)) return skip(1);
+    if (members_ == 0) return;
+    --members_;
+    read_member(TYPE);
+    if (type_ == Type::STORED) {
+      position_ = std::begin(kStoredPositions), positions_end_ = std::end(kStoredPositions);
+    } else if (type_ == Type::REMOVED) {
+      position_ = std::begin(kRemovedPositions), positions_end_ = std::end(kRemovedPositions);
+    }
+  }
+
+  void end() {
+    form_ = Form::NONE;
+    const bool kept = !in_.broken() && keep();
+    if (!kept || type_ != Type::STORED) scratch_.stored.pop_back();
+    if (kept) return;
+    scratch_.hashes.resize(before_.hashes);
+    scratch_.tokens.resize(before_.tokens);
+    scratch_.mm_begin.resize(before_.mm_begin);
+    scratch_.mm.resize(before_.mm);
+    scratch_.remaining.resize(before_.remaining);
+  }
+
+  // Returns false when the steps are used up before all members are read.
+  bool read_members() {
+    for (;;) {
+      while (left_ != 0) {
+        if (!steps_->left()) return false;
+        if (!go_on()) take_as_wrong();
+      }
+      if (members_ == 0 || in_.broken()) break;
+      const uint32_t before = members_;
+      form_ == Form::MAP ? read_map() : read_array();
+      if (members_ == 0) continue;
+      steps_->take(before - members_);
+      if (!steps_->left()) return false;
+    }
+    if (form_ == Form::ARRAY && n_slots_ != 0 && !in_.broken()) read_tail();
+    return true;
+  }
+
+  // Whether another member can be read at once: the last one is read, and there were not many.
+  bool read_on(uint32_t* count) {
+    return --members_ != 0 && --*count != 0 && left_ == 0 && !in_.broken();
   }
 
   // ---- the two encodings
 
-  void read_map(uint32_t count) {
-    unsigned hint = TYPE;
-    for (; count != 0 && !in_.broken(); --count) {
+  void read_map() {
+    unsigned hint = hint_;
+    uint32_t count = kMembersAtOnce;
+    do {
       std::string_view key;
       if (!in_.text(&key)) {  // no engine has other keys; they are skipped rather than refused
-        in_.skip(2);
+        skip(2);
         continue;
       }
       const Member member = member_named(key, hint);
       if (member != OTHER_MEMBER) hint = member + 1;
       read_member(member);
-    }
+    } while (read_on(&count));
+    hint_ = hint;
   }
 
   static Member member_named(std::string_view key, unsigned hint) {
@@ -153,24 +231,16 @@ class EventReader {
     return OTHER_MEMBER;
   }
 
-  void read_array(uint32_t count) {
-    if (count == 0) return;
-    read_member(TYPE);
-    --count;
-    if (type_ == Type::STORED) {
-      read_tail(count - read_positions(kStoredPositions, count));
-    } else if (type_ == Type::REMOVED) {
-      read_tail(count - read_positions(kRemovedPositions, count));
-    } else {
-      in_.skip(count);
-    }
-  }
-
-  template <size_t N>
-  uint32_t read_positions(const Member (&positions)[N], uint32_t count) {
-    const uint32_t known = std::min<uint32_t>(count, N);
-    for (uint32_t i = 0; i < known; ++i) read_member(positions[i]);
-    return known;
+  void read_array() {
+    const bool has_tail = type_ == Type::STORED || type_ == Type::REMOVED;
+    uint32_t count = kMembersAtOnce;
+    do {
+      if (position_ != positions_end_) {
+        read_member(*position_++);
+      } else {
+        has_tail&& n_slots_ < kTail ? read_slot() : skip(1);
+      }
+    } while (read_on(&count));
   }
 
   // ---- the tail of array events
@@ -185,24 +255,7 @@ class EventReader {
     const uint8_t* at;
   };
 
-  void read_tail(uint32_t count) {
-    if (count == 0) return;
-    Slot slots[kTail];
-    const uint32_t known = std::min(count, kTail);
-    for (uint32_t i = 0; i < known; ++i) slots[i] = next_slot();
-    in_.skip(count - known);
-    if (in_.broken()) return;
-    const uint8_t* after = in_.at();
-    if (is_fixed_tail(slots, known)) {
-      constexpr Member kFixed[kTail] = {GROUP, KIND, WINDOW, LOCALITY};
-      for (uint32_t i = 0; i < known; ++i) read_slot(kFixed[i], slots[i]);
-    } else {
-      read_legacy_tail(slots, known);
-    }
-    in_.back_to(after);
-  }
-
-  Slot next_slot() {
+  void read_slot() {
     const uint8_t* at = in_.at();
     std::string_view text;
     Integer number;
@@ -216,36 +269,49 @@ class EventReader {
       value_type = ValueType::TEXT;
     } else if (in_.array(&count)) {
       value_type = ValueType::LIST;
-      in_.skip(count);
+      skip(count);
     } else {
-      in_.skip();
+      skip(1);
     }
-    return {value_type, at};
+    slots_[n_slots_++] = {value_type, at};
   }
 
-  static bool is_fixed_tail(const Slot* slots, uint32_t known) {
+  // Reads the slots once all of them are known.
+  [[gnu::noinline]] void read_tail() {
+    const uint8_t* after = in_.at();
+    if (has_fixed_tail()) {
+      constexpr Member kFixed[kTail] = {GROUP, KIND, WINDOW, LOCALITY};
+      for (uint32_t i = 0; i < n_slots_; ++i) take_slot(kFixed[i], slots_[i]);
+    } else {
+      read_legacy_tail();
+    }
+    in_.back_to(after);
+  }
+
+  bool has_fixed_tail() const {
     constexpr ValueType kFixed[kTail] = {ValueType::NUMBER, ValueType::TEXT, ValueType::NUMBER,
                                          ValueType::TEXT};
     bool fits = true;
-    for (uint32_t i = 0; i < known; ++i) {
-      if (slots[i].value_type == ValueType::LIST) return false;
-      fits = fits && (slots[i].value_type == kFixed[i] || slots[i].value_type == ValueType::NIL);
+    for (uint32_t i = 0; i < n_slots_; ++i) {
+      const ValueType found = slots_[i].value_type;
+      if (found == ValueType::LIST) return false;
+      fits = fits && (found == kFixed[i] || found == ValueType::NIL);
     }
-    return fits || known == kTail;
+    return fits || n_slots_ == kTail;
   }
 
-  void read_legacy_tail(const Slot* slots, uint32_t known) {
-    for (uint32_t i = 0; i < known; ++i) {
-      switch (slots[i].value_type) {
+  void read_legacy_tail() {
+    for (uint32_t i = 0; i < n_slots_; ++i) {
+      switch (slots_[i].value_type) {
         case ValueType::NUMBER:
-          if (!seen(WINDOW)) read_slot(seen(GROUP) ? WINDOW : GROUP, slots[i]);
+          if (!seen(WINDOW)) take_slot(seen(GROUP) ? WINDOW : GROUP, slots_[i]);
           break;
         case ValueType::TEXT:
-          if (!seen(KIND)) read_slot(KIND, slots[i]);
+          if (!seen(KIND)) take_slot(KIND, slots_[i]);
           break;
         case ValueType::LIST:
           mm_from_tail_ = true;
-          read_slot(MM_INFOS, slots[i]);
+          take_slot(MM_INFOS, slots_[i]);
           break;
         default:
           break;
@@ -254,23 +320,78 @@ class EventReader {
   }
 
   // A wrong type in the tail is no error, as the tail differs from version to version.
-  void read_slot(Member member, const Slot& slot) {
+  void take_slot(Member member, const Slot& slot) {
     in_.back_to(slot.at);
     read_member(member);
     wrong_ &= ~bit(member);
+    left_ = 0;  // the value was skipped before
   }
 
   // ---- members
 
   void read_member(Member member) {
     if (in_.nil()) return;  // nil counts as absent
-    const uint8_t* start = in_.at();
+    start_ = in_.at();
+    member_ = member;
     seen_ |= bit(member);
     wrong_ &= ~bit(member);
-    if (take(member) || in_.broken()) return;
-    wrong_ |= bit(member);
-    in_.back_to(start);
-    in_.skip();
+    if (!take(member)) take_as_wrong();
+  }
+
+  // Notes that the member's value is of a wrong type, and skips it.
+  [[gnu::noinline]] void take_as_wrong() {
+    left_ = 0;
+    if (in_.broken()) return;
+    wrong_ |= bit(member_);
+    in_.back_to(start_);
+    skip(1);
+  }
+
+  // ---- lists, and values that are skipped
+
+  enum class Elements : uint8_t { SKIPPED, HASHES, TOKENS, PAIRS, REMAINING };
+
+  [[gnu::noinline]] void skip(uint64_t values) {
+    elements_ = Elements::SKIPPED;
+    left_ = skip_some(in_, values, *steps_);
+  }
+
+  // Begins a list with too many elements to be read at once. Of a repeated member the last counts.
+  template <class T>
+  [[gnu::noinline]] bool begin_long(Elements elements, uint64_t count, std::vector<T>& items,
+                                    size_t before) {
+    items.resize(before);
+    Scratch::expect(items, count + 1);
+    elements_ = elements;
+    left_ = count;
+    return go_on();
+  }
+
+  // Takes elements, as many as there are steps for; false if one is of a wrong type.
+  [[gnu::noinline]] bool go_on() {
+    if (elements_ == Elements::SKIPPED) {
+      left_ = skip_some(in_, left_, *steps_);
+      return true;
+    }
+    const auto some = static_cast<uint32_t>(std::min(left_, elements_for(*steps_)));
+    left_ -= some;
+    steps_->take(some / kElementsAStep);
+    switch (elements_) {
+      case Elements::HASHES:
+        return take_some_hashes(scratch_.hashes.size(), some);
+      case Elements::TOKENS:
+        return take_some_tokens(scratch_.tokens.size(), some);
+      case Elements::PAIRS:
+        return take_some_pairs(scratch_.tokens.size(), some);
+      default:
+        return take_some_remaining(scratch_.remaining.size(), some);
+    }
+  }
+
+  template <class T>
+  static T* grown(std::vector<T>& items, size_t at, size_t count) {
+    items.resize(at + count);
+    return items.data() + at;
   }
 
   // Returns false if the value is of a wrong type or range; the cursor may be inside of it then.
@@ -314,7 +435,7 @@ class EventReader {
       case OTHER_MEMBER:
         break;
     }
-    in_.skip();
+    skip(1);
     return true;
   }
 
@@ -329,13 +450,17 @@ class EventReader {
   bool take_hashes() {
     uint32_t count;
     if (!in_.array(&count) || !in_.expect(count)) return false;
-    pending_->hashes_at = scratch_.hashes.size();
-    scratch_.hashes.resize(pending_->hashes_at + count);
-    uint64_t* out = scratch_.hashes.data() + pending_->hashes_at;
+    const size_t at = pending_->hashes_at = before_.hashes;
+    event_->n_hashes = count;
+    if (count > kShortList) return begin_long(Elements::HASHES, count, scratch_.hashes, at);
+    return take_some_hashes(at, count);
+  }
+
+  bool take_some_hashes(size_t at, uint32_t count) {
+    uint64_t* out = grown(scratch_.hashes, at, count);
     for (uint32_t i = 0; i < count; ++i) {
       if (!take_hash(out + i)) return false;
     }
-    event_->n_hashes = count;
     return true;
   }
 
@@ -357,24 +482,26 @@ class EventReader {
   bool take_tokens() {
     uint32_t count, pair;
     if (!in_.array(&count) || !in_.expect(count)) return false;
-    pending_->tokens_at = scratch_.tokens.size();
-    event_->n_tokens = count;
-    event_->pairs = false;
+    const size_t at = pending_->tokens_at = before_.tokens;
     const uint8_t* first = in_.at();
-    if (count != 0 && in_.array(&pair)) {
+    event_->pairs = count != 0 && in_.array(&pair);
+    event_->n_tokens = count + event_->pairs;
+    if (event_->pairs) {
       in_.back_to(first);
-      return take_pairs(count);
+      grown(scratch_.tokens, at, 1);
+      return begin_long(Elements::PAIRS, count, scratch_.tokens, at + 1);
     }
-    scratch_.tokens.resize(pending_->tokens_at + count);
-    return in_.read_u32s(scratch_.tokens.data() + pending_->tokens_at, count);
+    if (count > kShortList) return begin_long(Elements::TOKENS, count, scratch_.tokens, at);
+    return take_some_tokens(at, count);
   }
 
-  // Stores [[a, b], [b, c], [c, d]] as a b c d.
-  bool take_pairs(uint32_t count) {
-    event_->pairs = true;
-    event_->n_tokens = count + 1;
-    scratch_.tokens.resize(pending_->tokens_at + count + 1);
-    uint32_t* out = scratch_.tokens.data() + pending_->tokens_at;
+  bool take_some_tokens(size_t at, uint32_t count) {
+    return in_.read_u32s(grown(scratch_.tokens, at, count), count);
+  }
+
+  // Stores [[a, b], [b, c], [c, d]] as a b c d: each pair overwrites the last token, and adds one.
+  bool take_some_pairs(size_t at, uint32_t count) {
+    uint32_t* out = grown(scratch_.tokens, at, count) - 1;
     for (uint32_t i = 0; i < count; ++i) {
       uint32_t size;
       if (!in_.array(&size) || size != 2 || !in_.read_u32s(out + i, 2)) return false;
@@ -394,21 +521,17 @@ class EventReader {
     const uint8_t* start = in_.at();
     uint32_t count;
     if (!in_.array(&count)) return false;
-    in_.skip(count);
+    skip(count);
     *at = start;
-    return !in_.broken();
+    return true;
   }
 
   // No hash depends on the number, so the event is not refused for it, whatever its type.
   bool take_lora_id() {
     Integer number;
     event_->has_lora_id = in_.integer(&number);
-    if (event_->has_lora_id) {
-      event_->lora_id = static_cast<int64_t>(number.bits);
-    } else {
-      in_.skip();
-    }
-    return true;
+    if (event_->has_lora_id) event_->lora_id = static_cast<int64_t>(number.bits);
+    return event_->has_lora_id;
   }
 
   bool take_medium() {
@@ -424,17 +547,19 @@ class EventReader {
   bool take_lora_name() {
     uint32_t count;
     if (!in_.map(&count)) return in_.text(&event_->lora_name);
-    for (; count != 0 && !in_.broken(); --count) {
+    Cursor map = in_.short_part(kMaxEntryBytes);
+    for (; count != 0 && !map.broken(); --count) {
       std::string_view key;
-      if (!in_.text(&key)) {
-        in_.skip(2);
+      if (!map.text(&key)) {
+        map.skip(2);
       } else if (key != kMembers[CACHE_SALT]) {
-        in_.skip();
-      } else if (!in_.nil() && !in_.text(&event_->salt)) {
+        map.skip();
+      } else if (!map.nil() && !map.text(&event_->salt)) {
         return false;
       }
     }
-    return true;
+    in_.back_to(map.at());
+    return !map.broken();
   }
 
   bool take_group() {
@@ -465,27 +590,27 @@ class EventReader {
   bool take_locality() {
     std::string_view text;
     event_->remote = true;
-    if (in_.text(&text)) {
-      event_->remote = text != "LOCAL";
-    } else {
-      in_.skip();
-    }
+    if (!in_.text(&text)) return false;
+    event_->remote = text != "LOCAL";
     return true;
   }
 
   // A list without exactly one count for each hash is ignored.
-  bool take_remaining() {
+  [[gnu::noinline]] bool take_remaining() {
     n_remaining_ = kNoCounts;
     uint32_t count;
     if (!in_.array(&count) || !in_.expect(count)) return false;
-    remaining_at_ = scratch_.remaining.size();
-    scratch_.remaining.resize(remaining_at_ + count);
+    return begin_long(Elements::REMAINING, count, scratch_.remaining, before_.remaining);
+  }
+
+  bool take_some_remaining(size_t at, uint32_t count) {
+    uint32_t* out = grown(scratch_.remaining, at, count);
     for (uint32_t i = 0; i < count; ++i) {
       uint64_t copies;
       if (!take_unsigned(UINT32_MAX, &copies)) return false;
-      scratch_.remaining[remaining_at_ + i] = static_cast<uint32_t>(copies);
+      out[i] = static_cast<uint32_t>(copies);
     }
-    n_remaining_ = count;
+    if (left_ == 0) n_remaining_ = scratch_.remaining.size() - before_.remaining;
     return true;
   }
 
@@ -543,7 +668,7 @@ class EventReader {
     scratch_.removed.push_back({{nullptr, event_->n_hashes, event_->tier, event_->kind,
                                  event_->remote, event_->group, event_->medium, nullptr},
                                 pending_->hashes_at,
-                                remaining_at_,
+                                before_.remaining,
                                 n_remaining_ == event_->n_hashes});
     return true;
   }
@@ -553,20 +678,35 @@ class EventReader {
     if (wrong(PARENT)) return refuse(Reason::PARENT);
     if (!good(TOKENS)) return refuse(Reason::TOKENS);
     if (wrong(BLOCK_SIZE)) return refuse(Reason::BLOCK_SIZE);
-    if ((wrong_ & kStoredFields) != 0 || !read_identity()) return refuse(Reason::FIELD_TYPE);
+    if ((wrong_ & kStoredFields) != 0 || (has_identity_ && !identity_.good()))
+      return refuse(Reason::FIELD_TYPE);
+    event_->names_salts = extra_keys_ != nullptr;
     wait(scratch_.stored.size() - 1);
     return true;
   }
 
-  bool read_identity() {
-    event_->names_salts = extra_keys_ != nullptr;
-    if (mm_infos_ == nullptr && extra_keys_ == nullptr) return true;
-    BlockIdentity identity(in_.end(), scratch_, *pending_);
-    return identity.read(mm_infos_, mm_from_tail_, extra_keys_);
-  }
-
   Cursor& in_;
   Scratch& scratch_;
+  Steps* steps_ = nullptr;  // of the slice
+
+  Form form_ = Form::NONE;
+  uint32_t members_ = 0;              // members or positions that have not begun
+  unsigned hint_ = TYPE;              // of a map: the member that comes next in engines' events
+  const Member* position_ = nullptr;  // of an array: the members at its next positions
+  const Member* positions_end_ = nullptr;
+  Slot slots_[kTail];  // of its tail
+  uint32_t n_slots_ = 0;
+  Member member_ = OTHER_MEMBER;    // the last one that has begun
+  const uint8_t* start_ = nullptr;  // of its value
+  Elements elements_ = Elements::SKIPPED;
+  uint64_t left_ = 0;  // elements of the list, or values to skip, that are to come
+  BlockIdentity identity_;
+  bool has_identity_ = false;  // there is one to be read
+
+  struct Sizes {
+    size_t hashes, tokens, mm_begin, mm, remaining;
+  };
+  Sizes before_ = {};  // of Scratch, before the event
 
   // The event being read, of any type. It is read directly into Scratch, as it is large.
   PendingStored* pending_ = nullptr;  // scratch_.stored.back()
@@ -574,10 +714,9 @@ class EventReader {
   Type type_ = Type::NONE;
   uint32_t seen_ = 0;   // bit(Member)
   uint32_t wrong_ = 0;  // bit(Member), a subset of seen_
-  // Number of counts of remaining copies, from `remaining_at_` on; kNoCounts without valid ones.
+  // Number of counts of remaining copies; kNoCounts without valid ones.
   static constexpr uint64_t kNoCounts = UINT64_MAX;
   uint64_t n_remaining_ = kNoCounts;
-  size_t remaining_at_ = 0;
   bool has_medium_ = false;
   bool mm_from_tail_ = false;
   const uint8_t* extra_keys_ = nullptr;  // head of the list; nullptr when absent or nil

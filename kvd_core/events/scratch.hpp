@@ -12,12 +12,14 @@
 //     shortest stored event has 16 and takes 168), besides the vectors' own doubling.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
 #include "events/types.hpp"
+#include "base/steps.hpp"
 
 namespace kvd {
 
@@ -26,6 +28,13 @@ namespace kvd {
 constexpr size_t kScratchKeepBytes = size_t{4} << 20;
 
 namespace decoding {
+
+// Memory of a vector that is freed between two checks of the steps: the kernel takes 0.1 ms for it.
+constexpr size_t kFreedAtOnce = size_t{1} << 20;
+constexpr size_t kStepsAFree = 1000;
+constexpr size_t kPageBytes = 4096;
+
+constexpr size_t kReservedFrom = 65536;  // elements for which memory is reserved at once
 
 enum class Type : uint8_t { NONE, STORED, REMOVED, CLEARED, IGNORED, UNKNOWN };
 
@@ -71,18 +80,42 @@ struct Scratch {
   std::vector<PendingRemoved> removed;
   std::vector<ClearedEvent> cleared;
   std::vector<Pending> order;
+  size_t given_back = 0;  // bytes of the vector that is being freed
+
+  // Makes room for a long list at once, where growing step by step would copy what is there again
+  // and again. Untouched memory costs nothing, and a short list leaves growing to the vector.
+  template <class T>
+  static void expect(std::vector<T>& items, size_t more) {
+    if (more >= kReservedFrom) items.reserve(items.size() + more);
+  }
 
   void clear() {
     each([](auto& items) { items.clear(); });
+    given_back = 0;
   }
 
-  void give_back() {
-    each([](auto& items) {
-      // Not `= {}`, which assigns an empty list and keeps the capacity.
-      if (items.capacity() * sizeof items[0] > kScratchKeepBytes) {
-        std::decay_t<decltype(items)>().swap(items);
-      }
-    });
+  // Frees vectors beyond kScratchKeepBytes; false when the steps are used up before that. Their
+  // content is lost.
+  bool give_back(Steps& steps) {
+    bool all = true;
+    each([&](auto& items) { all = all && give_back(items, steps); });
+    return all;
+  }
+
+  template <class T>
+  bool give_back(std::vector<T>& items, Steps& steps) {
+    const size_t bytes = items.capacity() * sizeof(T);
+    if (bytes <= kScratchKeepBytes) return true;
+    char* page = reinterpret_cast<char*>(items.data());
+    page += -reinterpret_cast<uintptr_t>(page) % kPageBytes;
+    for (; given_back + kFreedAtOnce + kPageBytes <= bytes; given_back += kFreedAtOnce) {
+      if (!steps.left()) return false;
+      madvise(page + given_back, kFreedAtOnce, MADV_DONTNEED);
+      steps.take(kStepsAFree);
+    }
+    given_back = 0;
+    std::vector<T>().swap(items);  // not `= {}`, which assigns an empty list and keeps the capacity
+    return true;
   }
 
   template <class Visit>

@@ -503,6 +503,17 @@ def test_what_tells_equal_tokens_apart(members, salt, mm):
     assert (event["salt"], event["mm"]) == (salt, objects[mm])
 
 
+def test_what_a_block_says_of_itself_is_bounded():
+    for longest, reason in ((65_000, []), (65_536, ["field_type"])):
+        for members in (
+            {"extra_keys": [["s" * longest]]},
+            {"lora_name": {"cache_salt": "s" * longest}},
+        ):
+            seen = decode(batch(stored(block_hashes=[1]) | members, stored(block_hashes=[2])))
+            assert seen.bad == reason
+            assert [event["hashes"] for event in seen.events] == [[1], [2]][len(reason) :]
+
+
 def test_explicit_objects_win_and_are_sorted():
     infos = [None, {"mm_objects": [{"mm_hash": 9, "offsets": [[0, 1]]}, {"x": 1, "mm_hash": 3}]}]
     event = only(batch(stored(block_hashes=[1, 2], block_mm_infos=infos, extra_keys=[[DIGEST]])))

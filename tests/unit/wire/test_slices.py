@@ -16,7 +16,14 @@ from kvd.wire.event_stream import EventStream
 from kvd.wire.kv_events import MAX_CONTAINERS, MAX_EVENT_BYTES, MAX_JSON_BYTES
 from kvd.wire.standard_events import StandardEventStream
 from kvd_core.conductor.conductor import Conductor
-from kvd_core.index.prefix_index import FLAWED, UNFINISHED, IngestStats, PrefixIndex, Stream
+from kvd_core.index.prefix_index import (
+    FLAWED,
+    NEW_RANK,
+    UNFINISHED,
+    IngestStats,
+    PrefixIndex,
+    Stream,
+)
 from tests.models.conductor_model import sequence_hashes
 from tests.support.applying import apply_whole
 from tests.support.budget import scaled
@@ -366,3 +373,126 @@ def test_a_bug_in_a_slice_ends_the_batch() -> None:
     with pytest.raises(ZeroDivisionError):
         listener.batches.advance()
     assert listener.unfinished is None
+
+
+MANY = 40_000  # values of a member, which take several slices of SHORT_STEPS
+SHORT_STEPS = 400
+PORTION = 1 << 20  # kPortionBytes of kvd_core/events/events.hpp
+NOWHERE = {"medium": "nowhere"}  # such an event is read and then ignored
+
+
+def engine_event(kind: str = "Stored", **members: Any) -> dict[str, Any]:
+    of_kind = {"type": f"Block{kind}", "block_hashes": [1]}
+    if kind == "Stored":
+        of_kind |= {"token_ids": [1, 2], "block_size": SIZE}
+    return of_kind | members
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def of_members(names: int, *events: Any) -> bytes:
+    """Returns a batch in map form with many members."""
+    packed: bytes = msgpack.packb({f"m{at}": at for at in range(names)} | {"events": events})
+    return packed
+
+
+def of_events(*events: Any) -> bytes:
+    packed: bytes = msgpack.packb([0, events, None])
+    return packed
+
+
+LONG_EVENTS = [
+    of_events(engine_event(new=[1] * MANY)),
+    of_events(engine_event(new=[[nested(500)] * (MANY // 500)])),
+    of_events(engine_event(**{f"m{at}": at for at in range(MANY)})),
+    of_events({at: at for at in range(MANY)}),
+    of_events(["BlockRemoved", [1], "GPU", *range(MANY)]),
+    of_events(["BlockRemoved", [1], "GPU", [None] * MANY]),
+    of_events(["New", *range(MANY)]),
+    of_events(engine_event("Removed", block_hashes=[1] * MANY, **NOWHERE)),
+    of_events(engine_event("Removed", block_hashes=[*range(MANY), "x"])),
+    of_events(engine_event("Removed", remaining_copy_counts=[1] * MANY)),
+    of_events(engine_event(token_ids=[1] * MANY, **NOWHERE)),
+    of_events(engine_event(token_ids=[[1, 2]] * MANY, **NOWHERE)),
+    of_events(engine_event(extra_keys=[None] * MANY)),
+    of_events(engine_event(extra_keys=[["a"]] * MANY, block_hashes=[1] * MANY, **NOWHERE)),
+    of_events(engine_event(lora_name=dict.fromkeys(range(MANY)))),
+    of_members(MANY, engine_event(**NOWHERE)),
+    msgpack.packb([0, [], None, *range(MANY)]),
+    msgpack.packb([0, [], None, list(range(MANY))]),
+]
+
+
+def a_worker(slice_steps: int) -> tuple[PrefixIndex, Stream]:
+    index = PrefixIndex(SIZE, IngestStats())
+    worker = index.add_worker(1)
+    for rank in (0, 5):
+        worker.register(rank)
+    stream = worker.stream(0)
+    stream.slice_steps = slice_steps
+    return index, stream
+
+
+@pytest.mark.parametrize("batch", LONG_EVENTS)
+def test_reading_a_long_event_takes_several_slices(batch: bytes) -> None:
+    _, stream = a_worker(SHORT_STEPS)
+    slices = 1
+    shown = stream.apply(batch)
+    while shown == UNFINISHED:
+        slices += 1
+        shown = stream.advance()
+    assert slices >= 4
+
+
+def seen_in(batch: bytes, slice_steps: int) -> object:
+    index, stream = a_worker(slice_steps)
+    outcome = apply_whole(stream, batch)
+    index.verify()
+    stats = {name: n for name, n in index.stats().items() if name != "bytes"}
+    return outcome, stream.flaw(), stream.rank(), stats, index.counters.as_dict()
+
+
+@pytest.mark.parametrize("batch", LONG_EVENTS)
+def test_slices_of_a_long_event_change_nothing(batch: bytes) -> None:
+    assert seen_in(batch, SHORT_STEPS) == seen_in(batch, 2**32 - 1)
+    for cut in (1, len(batch) // 3, len(batch) // 2):
+        assert seen_in(batch[:-cut], SHORT_STEPS) == seen_in(batch[:-cut], 2**32 - 1)
+
+
+BEYOND_A_PORTION = [
+    engine_event(block_hashes=[at], token_ids=[at, at + 1], new=b"x" * 1000)
+    for at in range(2 * PORTION // 1000)
+]
+
+
+@pytest.mark.parametrize("slice_steps", [100, 2**32 - 1])
+def test_a_batch_of_several_portions_is_of_the_rank_that_comes_last(slice_steps: int) -> None:
+    count = len(BEYOND_A_PORTION)
+    index, stream = a_worker(slice_steps)
+    assert apply_whole(stream, msgpack.packb([0, BEYOND_A_PORTION, 5])) == NEW_RANK
+    assert (stream.rank(), index.stats()["held"]["device"]) == (5, count)
+    of_map = {"dp_rank": 0, "events": BEYOND_A_PORTION, "attn_dp_rank": 5}
+    index, stream = a_worker(slice_steps)
+    assert apply_whole(stream, msgpack.packb(of_map)) == NEW_RANK
+    assert (stream.rank(), index.stats()["held"]["device"]) == (5, count)
+
+
+@pytest.mark.parametrize("slice_steps", [100, 2**32 - 1])
+def test_a_batch_of_several_portions_is_refused_for_what_comes_last(slice_steps: int) -> None:
+    for batch in ([0, BEYOND_A_PORTION, "no rank"], {"events": BEYOND_A_PORTION, "ts": "no time"}):
+        index, stream = a_worker(slice_steps)
+        assert apply_whole(stream, msgpack.packb(batch)) == FLAWED
+        assert (index.stats()["stored"], sum(index.counters.as_dict()["bad"].values())) == (0, 1)
+
+
+def test_events_of_earlier_portions_count_where_a_batch_breaks_off() -> None:
+    whole = msgpack.packb([0, BEYOND_A_PORTION, 5])
+    index, stream = a_worker(100)
+    assert apply_whole(stream, whole[: -len(whole) // 4]) == FLAWED
+    assert (stream.flaw(), stream.rank()) == ("truncated", None)
+    assert len(BEYOND_A_PORTION) // 2 < index.stats()["stored"] < len(BEYOND_A_PORTION)
