@@ -14,6 +14,10 @@ from libc.stdint cimport int64_t
 
 ELEMENTS = {"u32": <int>Element.u32, "hash64": <int>Element.hash64, "i64": <int>Element.i64}
 
+# Most bytes of a field that is an array or object, unless a route allows more: all other requests
+# wait while it becomes a Python value, which takes up to 5 ms. 6,000 worker ids fit.
+MAX_NESTED_BYTES = 131_072
+
 # An integer of at most this many bytes fits 64 bits with certainty.
 cdef Py_ssize_t SHORT_INTEGER = 18
 
@@ -25,13 +29,12 @@ cdef class BodyScanner:
     (-2^63..2^64-1, negative ones as two's complement) or "i64" (-2^63..2^63-1, likewise); with a
     question mark at the end, null is allowed and counts as absent. `fields` names the other members
     to read, and `spans` those whose JSON is returned as it is in the body. A field that is an array
-    or object may have `nested_bytes` at most, if that is given: one of a megabyte takes 70 ms to
-    become a Python value.
+    or object may have `nested_bytes` at most, or any length if that is None.
     For one thread, and not re-entrant: arrays are valid until the next scan. That also frees memory
     beyond 4 MiB an array (KEPT_BYTES).
     """
 
-    def __cinit__(self, arrays, fields=(), spans=(), nested_bytes=None):
+    def __cinit__(self, arrays, fields=(), spans=(), nested_bytes=MAX_NESTED_BYTES):
         self.array_names = tuple(arrays)
         self.elements = tuple(element.removesuffix("?") for element in arrays.values())
         self.field_names = (*fields, *spans)

@@ -36,6 +36,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Lifecycle
 from kvd_core.base.draws import Draws
 from kvd_core.base.hashing import sequence_hashes
+from kvd_core.json.scan import MAX_NESTED_BYTES
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES, MAX_TOKENS, Ledger
 from kvd_core.selector.choice_stats import CHOICE_PHASES
 from kvd_core.selector.selector import Pool
@@ -482,6 +483,9 @@ def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
     assert booked is not None and booked.admitted_at == NOW
 
 
+TOO_LONG = "[" + "1," * (MAX_NESTED_BYTES // 2) + "1]"
+
+
 @pytest.mark.parametrize(
     ("name", "given", "why"),
     [
@@ -497,6 +501,19 @@ def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
         (SELECT, usual(strict_priority='"x"'), "strict_priority: expected a whole number"),
         (SELECT, usual(selection_id="7"), "selection_id: expected a text"),
         (SELECT, usual(explain="7"), "explain: expected true or false"),
+        (
+            SELECT,
+            usual(allowed_worker_ids="[1,-1]"),
+            "allowed_worker_ids: expected a number from 0",
+        ),
+        (SELECT, usual(allowed_worker_ids="[true]"), "allowed_worker_ids: expected a whole number"),
+        (
+            SELECT,
+            usual(allowed_worker_ids=TOO_LONG),
+            "allowed_worker_ids: longer than 131072 bytes",
+        ),
+        (SELECT, usual(router_config_override=TOO_LONG), "router_config_override: longer than"),
+        (SELECT, usual(model_name=TOO_LONG), "model_name: longer than"),
         (SELECT, usual(model_name='"over"'), "all workers are overloaded"),
         (RESERVE, usual(reservation_id='"a"'), "reservation a already exists"),
         (RESERVE, usual(reservation_id=f'"{LONGEST_ID}x"'), "reservation_id: longer than"),

@@ -19,7 +19,7 @@ HASHES = ("seq_hashes", "block_hash", "block_hashes")
 ASKED = ("tenant_id", "block_size", "lora_name", "instance_id", "lora_id")
 
 # Reads a question with hashes of any type.
-SPELLED = BodyScanner({}, (*MODEL, *SALT, *ASKED, *HASHES))
+SPELLED = BodyScanner({}, (*MODEL, *SALT, *ASKED, *HASHES), nested_bytes=None)
 # Longest body in bytes whose hashes may be texts, some 10,000: making Python objects of them takes
 # 30 ms.
 TEXT_HASHES_LIMIT = 256 * 1024

@@ -169,7 +169,10 @@ def _allowed(members: bodies.Members) -> frozenset[int] | None:
         return None
     if not isinstance(value, list):
         raise Invalid("allowed_worker_ids: expected an array")
-    return frozenset(u64({"allowed_worker_ids": each}, "allowed_worker_ids") for each in value)
+    for each in value:
+        if type(each) is not int or not 0 <= each <= bodies.U64_MAX:
+            u64({"allowed_worker_ids": each}, "allowed_worker_ids")  # raises the usual error
+    return frozenset(value)
 
 
 def _rank(members: bodies.Members, name: str) -> tuple[int, int] | None:

@@ -24,8 +24,9 @@ from kvd_core.json.scan import BodyScanner
 SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state, if it is on
 
 DESCRIBED = (*FIELDS, "routing_group")
-WORKER = BodyScanner({}, DESCRIBED)
-WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"))
+# A worker may have thousands of endpoints.
+WORKER = BodyScanner({}, DESCRIBED, nested_bytes=None)
+WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"), nested_bytes=None)
 
 
 async def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:

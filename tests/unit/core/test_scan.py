@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvd_core.json.scan import BodyScanner
+from kvd_core.json.scan import MAX_NESTED_BYTES, BodyScanner
 
 U32_MAX = 2**32 - 1
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
@@ -370,6 +370,10 @@ def test_the_bad_element_is_named(separator: str) -> None:
         ('{"name": 1e400}', "name: a number out of range"),
         ('{"name": [-1e400]}', "name: a number out of range"),
         ('{"name": ' + "[" * 129 + "]" * 129 + "}", "name: nested deeper than 128 levels"),
+        (
+            '{"name": [' + "1," * (MAX_NESTED_BYTES // 2) + "1]}",
+            f"name: longer than {MAX_NESTED_BYTES} bytes",
+        ),
     ],
 )
 def test_wrong_bodies_and_their_texts(body: str, text: str) -> None:
