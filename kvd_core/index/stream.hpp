@@ -420,42 +420,43 @@ class Stream {
     const uint64_t inherited = prompt_term(e, has_parent, parent);
     const uint64_t seed = local_hash_seed(e.lora_name, {}) + inherited;
     const uint32_t* content = e.tokens + from * size;
-    locals_.resize(n);
-    if (e.pairs) {
-      eagle_hashes(content, n, size, seed, locals_.data());
-    } else {
-      local_hashes(content, n, size, seed, locals_.data());
-    }
-    if (e.mm_begin != nullptr) hash_images(e, content, from, n, seed);
+    hash_blocks(e, content, from, n, seed, locals_);
     Store run{e.hashes + from, locals_.data(), static_cast<uint32_t>(n), has_parent, parent,
               layer,           inherited};
     run.origin = e.origin;
-    if (index_.sequences() != nullptr) add_plain(e, content, n, seed, run);
+    if (index_.sequences() != nullptr) add_plain(e, content, from, n, seed, run);
     stores_ = stores_ || n != 0;
     if (index_.store(rank_, run)) return true;
     return no_room();
   }
 
-  // Adds the local hashes for sequence hashes, which have their own seed and cover text alone.
-  void add_plain(const StoredEvent& e, const uint32_t* content, size_t n, uint64_t seed,
-                 Store& run) {
+  // Adds the local hashes for sequence hashes, which have a seed of their own.
+  void add_plain(const StoredEvent& e, const uint32_t* content, size_t from, size_t n,
+                 uint64_t seed, Store& run) {
     const uint64_t own = index_.sequences()->seed();
-    if (e.pairs || e.mm_begin != nullptr || (seed == kBaseSeed && own == kBaseSeed)) return;
-    plain_.resize(n);
-    local_hashes(content, n, index_.block_size(), own, plain_.data());
+    if (seed == kBaseSeed && own == kBaseSeed) return;
+    hash_blocks(e, content, from, n, own, plain_);
     run.plain = plain_.data();
     run.space = seed - kBaseSeed;
   }
 
-  // Hashes the identity of images, beside the tokens, into the blocks that the images reach into.
-  void hash_images(const StoredEvent& e, const uint32_t* content, size_t first, size_t n,
-                   uint64_t seed) {
+  // Hashes the content of `n` blocks, of which the first is block `first` of the event.
+  void hash_blocks(const StoredEvent& e, const uint32_t* content, size_t first, size_t n,
+                   uint64_t seed, std::vector<uint64_t>& hashes) {
     const size_t size = index_.block_size();
+    hashes.resize(n);
+    if (e.pairs) {
+      eagle_hashes(content, n, size, seed, hashes.data());
+    } else {
+      local_hashes(content, n, size, seed, hashes.data());
+    }
+    if (e.mm_begin == nullptr) return;
+    // The identity of images belongs to the blocks that they reach into, beside the tokens.
     const size_t window = e.pairs ? size + 1 : size;
     for (size_t i = 0; i < n; ++i) {
       const uint32_t from = e.mm_begin[first + i], to = e.mm_begin[first + i + 1];
       if (from == to) continue;
-      locals_[i] = local_hash_mm(content + i * size, window, e.mm + from, to - from, seed);
+      hashes[i] = local_hash_mm(content + i * size, window, e.mm + from, to - from, seed);
     }
   }
 

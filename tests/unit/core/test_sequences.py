@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import pytest
 
 from kvd_core.base.hashing import local_hashes
@@ -95,8 +96,6 @@ def test_blocks_that_are_there_get_theirs_when_they_are_asked_for() -> None:
 
 
 def test_a_worker_s_salted_blocks_are_known_once_they_are_stored_again() -> None:
-    import msgpack
-
     index = PrefixIndex(4, IngestStats())
     stream = index.add_worker(7).stream(0)
     event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", None, [["s"], None]]
@@ -110,6 +109,45 @@ def test_a_worker_s_salted_blocks_are_known_once_they_are_stored_again() -> None
     assert conductor.match_hashes(hashes, "", "s")["7"]["GPU"] == 8
     assert "7" not in conductor.match_hashes(hashes)
     conductor.verify()
+
+
+@pytest.mark.parametrize("scope", [("", ""), ("a", ""), ("", "s"), ("a", "s")])
+@pytest.mark.parametrize("seed", [DEFAULT_SEED, 42])
+def test_the_text_before_an_image_has_the_sequence_hashes_of_text(
+    seed: int, scope: tuple[str, str]
+) -> None:
+    index = PrefixIndex(4, IngestStats())
+    conductor = Conductor(index, seed)
+    stream = index.add_worker(7).stream(0)
+    hashes = sequence_hashes(list(range(16)), 4, seed)
+    assert conductor.match_hashes(hashes) == {}  # from now on sequence hashes are kept
+    lora_name, salt = scope
+
+    def store(names: list[int], image: list[list[object]]) -> None:
+        keys = [[salt] * bool(salt), [], image, []][: len(names)]
+        stored = names, None, list(range(4 * len(names))), 4, None, "GPU", lora_name or None, keys
+        stream.apply(msgpack.packb([0.0, [["BlockStored", *stored]]]))
+        conductor.verify()
+
+    store([1, 2, 3, 4], [["image", 0]])
+    assert conductor.match_hashes(hashes, *scope)["7"]["GPU"] == 8
+    store([1, 2, 5], [])
+    assert conductor.match_hashes(hashes, *scope)["7"]["GPU"] == 12
+
+
+def test_pairs_of_tokens_do_not_have_the_sequence_hashes_of_text() -> None:
+    index = PrefixIndex(4, IngestStats())
+    conductor = Conductor(index)
+    stream = index.add_worker(7).stream(0)
+    hashes = sequence_hashes(list(range(8)), 4, DEFAULT_SEED)
+    assert conductor.match_hashes(hashes) == {}  # from now on sequence hashes are kept
+    pairs = [[token, token + 1] for token in range(8)]
+    for names in ([1, 2], [1]):
+        event = {"type": "BlockStored", "block_hashes": names, "block_size": 4, "cache_salt": "s"}
+        event["token_ids"] = pairs[: 4 * len(names)]
+        stream.apply(msgpack.packb([0.0, [event]]))
+        conductor.verify()
+    assert conductor.match_hashes(hashes, "", "s") == {}
 
 
 def test_what_waits_is_bounded_and_forgotten_with_its_holder() -> None:
