@@ -54,7 +54,9 @@ Listen = Callable[..., Listening]
 
 @pytest.fixture
 def listen(context: zmq.Context, nursery: trio.Nursery, dialer: Dialer) -> Listen:
-    def start(endpoint: str, replay_endpoint: str | None = None) -> Listening:
+    def start(
+        endpoint: str, replay_endpoint: str | None = None, dialer: Dialer = dialer
+    ) -> Listening:
         listening = Listening(endpoint, replay_endpoint)
         listening.ready.set()
         replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
@@ -215,7 +217,7 @@ async def test_between_check_and_connection_a_name_cannot_change(
 
     rebinding = Rebinding()
     trio.socket.set_custom_hostname_resolver(rebinding)
-    listening = listen(f"tcp://w:{port}")
+    listening = listen(f"tcp://w:{port}", dialer=Dialer(lookup_s=60, lookup_every_s=60))
     await good.subscribed()
     good.send(b"a")
     await until(lambda: listening.applied == [b"a"])
