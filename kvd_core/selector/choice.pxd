@@ -26,8 +26,9 @@ The rules, with where they come from:
   one with the fewest requests, then the one that this cost has not chosen for longest; among equal
   costs of Dynamo's, any;
 - a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
-- an idle rank that has not been chosen for long takes what would go to a rank beyond that bound:
-  otherwise a beginning that all prompts share would never leave the ranks that computed it first;
+- under such a bound, an idle rank that has not been chosen for long takes what would go to a rank
+  with more than the mean requests plus 1, unless it caches more than half as much of it: otherwise
+  a beginning that all prompts share would never leave the ranks that computed it first;
 - factors multiply costs, by the preferences of the prompt's sender.
 
 Costs: O(candidates), with a temperature one exp for each. Nothing is allocated. A further mode is a
@@ -36,13 +37,13 @@ branch of `choose`, a further cost one of `weigh`.
 All is inline, as in `cost.pxd`.
 """
 
-from libc.math cimport exp, ldexp
+from libc.math cimport INFINITY, exp, ldexp
 from libc.stddef cimport size_t
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvd_core.selector.cost cimport (
-    Scale, decays, device_credit_of, effective_tokens, is_blind, is_busy, is_overloaded,
-    keeps_sessions, real, saturates, terms_of, weighted_terms_of
+    Scale, cached_tokens, decays, device_credit_of, effective_tokens, is_blind, is_busy,
+    is_overloaded, real, saturates, terms_of, weighted_terms_of
 )
 from kvd_core.selector.settings cimport kLeastLoaded, kLines, kRandom, kRoundRobin, kTurns
 from kvd_core.selector.types cimport CCandidate, CCandidateState
@@ -52,7 +53,9 @@ cdef extern from *:
 
 
 cdef enum:
-    kLeftOut = 16  # choices for each open candidate, after which an idle one that got none is due
+    # Choices for each open candidate, after which an idle one that got none is due. One that has
+    # its share of the prompts gets none of so many by chance in 1 of 400 cases.
+    kLeftOut = 6
 
 
 # Why no candidate was chosen. Positions of candidates are not negative.
@@ -328,20 +331,27 @@ cdef inline uint32_t lowest_in_order(const Choice* choice, const Scale* scale) n
 
 
 cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale) noexcept nogil:
-    # The lowest in order. If that is beyond the bound of sessions: the idle candidate that has been
-    # left out for longest, if for long enough.
+    # The lowest in order. If that has more than the mean requests plus 1, and sessions are bounded:
+    # the idle candidate that has been left out for longest, if for long enough. One that caches
+    # more than half as much of the prompt lacks no common beginning: it is left out by chance.
     cdef uint32_t chosen = lowest_in_order(choice, scale), each
     cdef int line = kLines + scale.settings.line
     cdef uint64_t due = choice.n_open * kLeftOut
+    cdef double mean = real(open_requests(choice)) / real(choice.n_open)
+    cdef uint64_t cached = cached_tokens(scale, &choice.states[chosen])
     cdef size_t k
-    if keeps_sessions(
-        scale, &choice.states[chosen], open_requests(choice), choice.n_open
+    if scale.settings.session_bound == INFINITY or (
+        real(choice.states[chosen].requests) <= mean + 1.0
     ):
         return chosen
     due = choice.turn - due if choice.turn > due else 0
     for k in range(choice.n_open):
         each = choice.open[k]
-        if choice.states[each].requests == 0 and turn_of(choice, each, line) < due:
+        if (
+            choice.states[each].requests == 0
+            and turn_of(choice, each, line) < due
+            and 2 * cached_tokens(scale, &choice.states[each]) <= cached
+        ):
             chosen = each
             due = turn_of(choice, each, line)
     return chosen

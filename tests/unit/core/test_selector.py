@@ -668,19 +668,40 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
     assert other.choose(turns, None, 0) == 2
 
 
-def test_whoever_is_idle_and_long_left_out_takes_what_is_beyond_the_bound() -> None:
+def test_whoever_is_idle_and_long_left_out_takes_from_a_busy_rank() -> None:
     warm = RankPlan((6, 0, 0, 0), [(0, 0, 0, True)] * 8)
     fleet = Fleet({(1, 0): warm, (2, 0): RankPlan(), (3, 0): RankPlan()})
     fleet.match(6)
     bounded = DEFAULTS.replace(weighted=True, uncached=1.0, session_bound=1.177)
-    assert [fleet.pool.choose(bounded, None, 0) for _ in range(49)] == [0] * 49
+    assert [fleet.pool.choose(bounded, None, 0) for _ in range(19)] == [0] * 19
     foretold = fleet.pool.chances(bounded, None)
     assert isinstance(foretold, list)
     assert [each.chance for each in foretold] == [0.0, 1.0, 0.0]
     assert [fleet.pool.choose(bounded, None, 0) for _ in range(4)] == [1, 2, 0, 0]
-    # Without a bound, or within it, the cost alone decides, however long that goes on.
-    for others in (bounded.replace(session_bound=None), bounded.replace(session_bound=3.0)):
-        assert [fleet.pool.choose(others, None, 0) for _ in range(100)] == [0] * 100
+    # Where sessions have no bound, the cost alone decides, however long that goes on.
+    unbounded = bounded.replace(session_bound=None)
+    assert [fleet.pool.choose(unbounded, None, 0) for _ in range(100)] == [0] * 100
+
+
+@pytest.mark.parametrize(
+    ("requests", "blocks", "chosen"),
+    [
+        (3, 0, 0),  # the mean plus 1 is 3
+        (4, 0, 2),  # 3.67
+        (4, 3, 2),
+        (4, 4, 0),  # more than half of the 6
+    ],
+)
+def test_an_idle_rank_takes_from_a_busy_one_what_it_lacks(
+    requests: int, blocks: int, chosen: int
+) -> None:
+    busy = [(0, 0, 0, True)] * requests
+    warm, idle = RankPlan((6, 0, 0, 0), busy), RankPlan((blocks, 0, 0, 0))
+    fleet = Fleet({(1, 0): warm, (2, 0): RankPlan(requests=busy), (3, 0): idle})
+    fleet.match(6)
+    bounded = DEFAULTS.replace(weighted=True, uncached=1.0, session_bound=1.177)
+    assert [fleet.pool.choose(bounded, None, 0) for _ in range(19)] == [0] * 19
+    assert fleet.pool.choose(bounded, None, 0) == chosen
 
 
 def test_weighted_costs_stay_finite() -> None:
