@@ -2,6 +2,7 @@
 """Data sheet of the fast path, which receives requests, answers them and sends the answers."""
 from libc.stdint cimport int64_t
 from libcpp cimport bool as cbool
+from libcpp.vector cimport vector
 
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Claims, PermitRules, Text
@@ -38,6 +39,7 @@ cdef class FastPath:
     cdef dict _routes
     cdef dict _parked, _arriving  # connections, and the requests of some of them, by descriptor
     cdef size_t _arriving_bytes
+    cdef vector[int] _postponed  # descriptors that the last turn had no time for, in their order
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
     cdef const char* _body  # of the same
@@ -51,6 +53,8 @@ cdef class FastPath:
 
     cdef int _watch(self, int operation, int fd) except -1
     cdef int _serve_until(self, int64_t end) except -1
+    cdef int _serve_edge(self, int fd, bint has_more) except -1
+    cdef int _postpone(self, int fd) except -1
     cdef _exhaust(self, connection, int fd)
     cdef _step(self, connection, int fd)
     cdef int _forget(self, int fd) except -1

@@ -10,13 +10,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
 from time import perf_counter
 
+import pytest
 import trio
 
 from kvd.http.connection import Connection
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.http.transport import ConnectionPhase
-from tests.support.serving import TEST_SECONDS, Client, Running, eventually, serving
+from tests.support.serving import ROUTES, TEST_SECONDS, Client, Running, eventually, serving
 
 # Bytes that the fast path receives at once, and of all arriving requests (kvd/http/fast_path.pyx).
 LANE_BUFFER = 2 * 1024 * 1024
@@ -223,6 +224,37 @@ async def test_long_requests_of_many_connections_let_other_tasks_run() -> None:
             assert (await client.read_reply()).status == 200
         nursery.cancel_scope.cancel()
     assert "answer answer answer" not in " ".join(marks)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+async def test_clients_that_ask_again_at_once_take_turns(seconds: float) -> None:
+    """No connection is served again before all others that have asked, however long it takes."""
+    served: list[int] = []
+    clients: list[Client] = []
+
+    def ask_again(request: Request) -> Response:
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            pass
+        served.append(int(request.body))
+        if len(served) < 80:
+            os.write(clients[served[-1]].stream.socket.fileno(), request_of(served[-1]))
+        return Response(200, b"{}")
+
+    def request_of(number: int) -> bytes:
+        return request("/again", b"%d" % number)
+
+    again = Route("POST", "/again", ask_again, hot=True, scope=Scope.READ)
+    async with serving(routes=(again, *ROUTES)) as running, AsyncExitStack() as opened:
+        for number in range(8):
+            clients.append(await opened.enter_async_context(running.client()))
+            await clients[-1].send(request_of(number)[:-1])
+        await eventually(lambda: all(each._is_arriving() for each in running.front._running))
+        for number, client in enumerate(clients):  # the set reports all of them together
+            os.write(client.stream.socket.fileno(), request_of(number)[-1:])
+        await eventually(lambda: len(served) >= 80)
+        turns = Counter(served)
+        assert len(turns) == 8 and max(turns.values()) - min(turns.values()) <= 2, turns
 
 
 async def _ask_for_ever(running: object) -> None:
