@@ -1,11 +1,18 @@
 # distutils: language = c++
 """Data sheet of the fast path, which receives requests, answers them and sends the answers."""
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 from libcpp cimport bool as cbool
 from libcpp.vector cimport vector
 
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Claims, PermitRules, Text
+
+cdef extern from "<sys/epoll.h>" nogil:
+    ctypedef union epoll_data_t:
+        int fd
+    struct epoll_event:
+        uint32_t events
+        epoll_data_t data
 
 cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
     cppclass PlainHeader:
@@ -39,7 +46,10 @@ cdef class FastPath:
     cdef dict _routes
     cdef dict _parked, _arriving  # connections, and the requests of some of them, by descriptor
     cdef size_t _arriving_bytes
-    cdef vector[int] _postponed  # descriptors that the last turn had no time for, in their order
+    # Taken from the set, but the last turn had no time for them; the next one begins with them, so
+    # that none comes behind those that have asked again meanwhile.
+    cdef vector[epoll_event] _postponed
+    cdef int _reminder  # an eventfd in the set
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
     cdef const char* _body  # of the same
@@ -53,8 +63,8 @@ cdef class FastPath:
 
     cdef int _watch(self, int operation, int fd) except -1
     cdef int _serve_until(self, int64_t end) except -1
-    cdef int _serve_edge(self, int fd, bint has_more) except -1
-    cdef int _postpone(self, int fd) except -1
+    cdef int _serve_edge(self, const epoll_event& edge) except -1
+    cdef int _remind(self) except -1
     cdef _exhaust(self, connection, int fd)
     cdef _step(self, connection, int fd)
     cdef int _forget(self, int fd) except -1

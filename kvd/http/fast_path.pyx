@@ -35,10 +35,10 @@ from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.errno cimport EAGAIN, ECONNRESET, errno
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libcpp.vector cimport vector
-from posix.unistd cimport close
+from posix.unistd cimport close, write
 
 import os
 
@@ -58,14 +58,15 @@ cdef extern from "<sys/epoll.h>" nogil:
         EPOLLHUP
         EPOLLRDHUP
         EPOLLET
-    ctypedef union epoll_data_t:
-        int fd
-    struct epoll_event:
-        uint32_t events
-        epoll_data_t data
     int epoll_create1(int flags)
     int epoll_ctl(int epfd, int op, int fd, epoll_event* event)
     int epoll_wait(int epfd, epoll_event* events, int maxevents, int timeout)
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    enum:
+        EFD_CLOEXEC
+        EFD_NONBLOCK
+    int eventfd(unsigned int initval, int flags)
 
 cdef extern from "<poll.h>" nogil:
     enum:
@@ -236,6 +237,10 @@ cdef class FastPath:
         self._epoll = epoll_create1(EPOLL_CLOEXEC)
         if self._epoll < 0:
             raise OSError(errno, os.strerror(errno))
+        self._reminder = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if self._reminder < 0:
+            raise OSError(errno, os.strerror(errno))
+        self._watch(EPOLL_CTL_ADD, self._reminder)
 
     def __dealloc__(self):
         self.close()
@@ -246,6 +251,9 @@ cdef class FastPath:
         if self._epoll >= 0:
             close(self._epoll)
             self._epoll = -1
+        if self._reminder >= 0:
+            close(self._reminder)
+            self._reminder = -1
 
     def fileno(self):
         """Returns a descriptor that is readable when `serve_ready` has something to do."""
@@ -325,7 +333,7 @@ cdef class FastPath:
         cdef size_t served = 0
         cdef int64_t late = end + kMaxTurnNs
         while served < self._postponed.size():
-            self._serve_edge(self._postponed[served], False)
+            self._serve_edge(self._postponed[served])
             served += 1
             if now_ns() >= late:
                 self._postponed.erase(self._postponed.begin(), self._postponed.begin() + served)
@@ -338,24 +346,24 @@ cdef class FastPath:
                 return done
             done = kAll
             for i in range(count):
-                self._serve_edge(events[i].data.fd, events[i].events & ~<uint32_t>EPOLLIN)
-                if now_ns() >= late:
+                self._serve_edge(events[i])
+                if now_ns() >= late and i + 1 < count:
                     for rest in range(i + 1, count):
-                        self._postpone(events[rest].data.fd)
+                        self._postponed.push_back(events[rest])
+                    self._remind()
                     return kSome
             if now_ns() >= end:
                 return kSome
 
-    cdef int _serve_edge(self, int fd, bint has_more) except -1:
-        """Serves a reported connection; if it `has_more` than data to receive once, serves it all.
-
-        That is so with urgent data, and at the end of the stream.
-        """
+    cdef int _serve_edge(self, const epoll_event& edge) except -1:
+        """Serves one request of a reported connection, or all if it has reported more than data."""
+        cdef int fd = edge.data.fd
         connection = self._parked.get(fd)
         if connection is None:
             return 0
         outcome = self._step(connection, fd)
-        if outcome is None and has_more:
+        if outcome is None and edge.events & ~<uint32_t>EPOLLIN:
+            # Urgent data, before which a receive stops, or the end of the stream.
             outcome = self._exhaust(connection, fd)
         elif outcome is None and not self._emptied:
             self._watch(EPOLL_CTL_MOD, fd)  # reports it again, behind all others, if more has come
@@ -365,15 +373,11 @@ cdef class FastPath:
                 self._wake(connection, outcome)
         return 0
 
-    cdef int _postpone(self, int fd) except -1:
-        """Leaves a reported connection to the next turn, which serves it before any other.
-
-        The set reports it once more, so that there is a turn. Without `_postponed` it would come
-        behind all that have asked again meanwhile, and might never have its turn.
-        """
-        if fd in self._parked:
-            self._watch(EPOLL_CTL_MOD, fd)
-            self._postponed.push_back(fd)
+    cdef int _remind(self) except -1:
+        """Makes the set readable, until it is waited on, though it reports no connection."""
+        cdef uint64_t one = 1
+        if write(self._reminder, &one, sizeof(one)) < 0:
+            raise OSError(errno, os.strerror(errno))
         return 0
 
     cdef _step(self, connection, int fd):
