@@ -140,7 +140,7 @@ class Twin:
                 stream.apply(pack(batch_))
                 engine.publish({"seq": seq, "batch": batch_})
             booked = self.ledger.add_rank(worker_id, dp_rank)
-            ranks.append(Candidate(worker_id, dp_rank, worker, booked, batch, total or 0))
+            ranks.append(Candidate(worker_id, dp_rank, worker, booked, batch, total))
         return ranks
 
     def _batches(self) -> Iterator[list[Any]]:
