@@ -237,8 +237,10 @@ class EventReader {
     do {
       if (position_ != positions_end_) {
         read_member(*position_++);
+      } else if (has_tail && n_slots_ < kTail) {
+        read_slot();
       } else {
-        has_tail&& n_slots_ < kTail ? read_slot() : skip(1);
+        skip(1);
       }
     } while (read_on(&count));
   }
