@@ -173,7 +173,7 @@ def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
 
     If a face has several, one without TLS is preferred: it needs no client certificate.
     """
-    found = {name: values[f"{name.replace('-', '_')}_bind"] for name in FACES}
+    found = {name: values[_setting_of(name)] for name in FACES}
     return {
         name: min(binds.each, key=lambda bind: bind.tls)
         for name, binds in found.items()
@@ -184,8 +184,13 @@ def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
 def at_default(values: Mapping[str, Any]) -> set[str]:
     """Returns the faces whose address nobody has named: beside a gateway they may not run."""
     defaults = {each.name: each.default for each in BIND_SETTINGS}
-    names = {name: f"{name.replace('-', '_')}_bind" for name in FACES}
-    return {name for name, bind in names.items() if values[bind] == defaults[bind]}
+    binds = {name: _setting_of(name) for name in FACES}
+    return {name for name, bind in binds.items() if values[bind] == defaults[bind]}
+
+
+def _setting_of(face: str) -> str:
+    """Returns the name of the setting that has a face's address."""
+    return f"{face.replace('-', '_')}_bind"
 
 
 def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config import toml
-from kvd.config.parsers import Setting
+from kvd.config.parsers import Setting, nearest
 from kvd.config.settings import SETTINGS
 from kvd.wire.urls import masked
 
@@ -39,10 +39,8 @@ def read(path: Path) -> dict[str, Any]:
 def _value(key: str, value: object) -> Any:  # typed by the table's own parse function
     setting = BY_NAME.get(key)
     if setting is None:
-        from difflib import get_close_matches  # imported here: it takes 0.14 MB, few need it
-
-        like = get_close_matches(key, BY_NAME, n=1)
-        raise ValueError(f"{key}: no such setting" + (f"; did you mean {like[0]}?" if like else ""))
+        like = nearest(key, BY_NAME)
+        raise ValueError(f"{key}: no such setting" + (f"; did you mean {like}?" if like else ""))
     try:
         return setting.parse(_text(setting, value))
     except ValueError as error:

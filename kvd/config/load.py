@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from kvd.config import file as configfile
 from kvd.config import tokens
-from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting, owner_of, served_key
+from kvd.config.parsers import ENV_PREFIX, OFF, Bind, Binds, Setting, nearest, owner_of, served_key
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
@@ -303,11 +303,10 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, reasons[name]
         elif name.startswith("DYN_ROUTER_") and name not in known:
             yield name, "kvd does not know this variable"
-        elif name.startswith("KVD_") and name not in known:
-            from difflib import get_close_matches  # imported here, as in kvd.config.file
-
-            if like := get_close_matches(name, known, n=1, cutoff=NEARLY):
-                yield name, f"kvd does not know this variable; did you mean {like[0]}?"
+        elif (
+            name.startswith("KVD_") and name not in known and (like := nearest(name, known, NEARLY))
+        ):
+            yield name, f"kvd does not know this variable; did you mean {like}?"
 
 
 def outweighed(config: Config) -> Iterator[tuple[str, str]]:

@@ -280,6 +280,16 @@ def or_off(parse: Parse, *words: str) -> Parse:
 parse_grace = or_off(parse_pause)
 
 
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """Returns the known name that a wrong one was probably meant to be, None if none is like it.
+
+    `likeness` is the least ratio of difflib; 0.6 is its own.
+    """
+    from difflib import get_close_matches  # imported here: it takes 0.14 MB, and few need it
+
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+
+
 def parse_endless_grace(text: str) -> Any:
     """Reads a grace that may also be `inf`, which never ends."""
     return math.inf if text == "inf" else parse_grace(text)

@@ -20,12 +20,13 @@ touches nothing that is shared, so that it may run in a thread of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvd.config import toml
+from kvd.config.parsers import nearest
 from kvd.errors import KvdError
 from kvd.faces.common import replica_sync
 from kvd.faces.conductor import routes as conductor
@@ -205,8 +206,6 @@ def _entry_name(table: str, number: int) -> str:
     return f"{table}, entry {number}"
 
 
-def _no_such(what: str, name: str, known: object) -> str:
-    from difflib import get_close_matches  # imported here: it takes 0.14 MB, and few need it
-
-    like = get_close_matches(name, list(known), n=1)  # type: ignore[call-overload]
-    return f"{name}: no such {what}" + (f"; {like[0]}?" if like else "")
+def _no_such(what: str, name: str, known: Iterable[str]) -> str:
+    like = nearest(name, known)
+    return f"{name}: no such {what}" + (f"; {like}?" if like else "")

@@ -337,13 +337,15 @@ cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale
     cdef uint32_t chosen = lowest_in_order(choice, scale), each
     cdef int line = kLines + scale.settings.line
     cdef uint64_t due = choice.n_open * kLeftOut
-    cdef double mean = real(open_requests(choice)) / real(choice.n_open)
-    cdef uint64_t cached = cached_tokens(scale, &choice.states[chosen])
+    cdef uint64_t cached
+    cdef double mean
     cdef size_t k
-    if scale.settings.session_bound == INFINITY or (
-        real(choice.states[chosen].requests) <= mean + 1.0
-    ):
+    if scale.settings.session_bound == INFINITY:
         return chosen
+    mean = real(open_requests(choice)) / real(choice.n_open)
+    if real(choice.states[chosen].requests) <= mean + 1.0:
+        return chosen
+    cached = cached_tokens(scale, &choice.states[chosen])
     due = choice.turn - due if choice.turn > due else 0
     for k in range(choice.n_open):
         each = choice.open[k]

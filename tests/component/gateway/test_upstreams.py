@@ -18,9 +18,10 @@ from kvd.gateway.probing import EngineKind
 from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Served, Upstream, UpstreamState
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.relay.relay import ExchangeOutcome
-from tests.support.gateways import CHAT, engines, scripted_engine
+from tests.support.gateways import CHAT, Running, engines, scripted_engine
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.relaying import Script
+from tests.support.serving import Client
 from tests.support.zmtp_fakes import until
 
 VLLM: dict[str, object] = {
@@ -253,8 +254,9 @@ async def test_an_engine_that_does_not_answer_a_request_is_in_doubt(script: Scri
         assert seen[0] == (UpstreamState.OUT, True)
 
 
-async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> None:
-    """Another engine, which is well, does not have them."""
+@asynccontextmanager
+async def two_serving() -> AsyncIterator[tuple[list[Running], InnerGateway, Client]]:
+    """Runs a gateway in front of two engines without events, which serve."""
     options = EngineOptions(events=False), EngineOptions(events=False)
     async with (
         engines(*options) as running,
@@ -262,6 +264,12 @@ async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> 
         inner.running.client() as client,
     ):
         await inner.until_serving(*(each.url for each in running))
+        yield running, inner, client
+
+
+async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> None:
+    """Another engine, which is well, does not have them."""
+    async with two_serving() as (_, inner, client):
         question = {"model": "demo", "input": "a", "max_output_tokens": 1}
         first = await client.request("POST", RESPONSES, json.dumps(question).encode())
         name, url = json.loads(first.body)["id"], first.headers["x-kvd-endpoint"]
@@ -284,13 +292,7 @@ async def never(record: WorkerRecord) -> list[str]:
 @pytest.mark.parametrize("returns", [False, True])
 async def test_an_engine_that_leaves_as_it_is_chosen_costs_nothing(returns: bool) -> None:
     """It may also be wanted again at once, and has not said yet what it is."""
-    options = EngineOptions(events=False), EngineOptions(events=False)
-    async with (
-        engines(*options) as running,
-        inner_gateway(*(Wanted(each.url) for each in running)) as inner,
-        inner.running.client() as client,
-    ):
-        await inner.until_serving(*(each.url for each in running))
+    async with two_serving() as (running, inner, client):
         left = await leaving(inner, returns)
         reply = await client.request("POST", CHAT, BODY % b"a")
         (url,) = left
