@@ -227,6 +227,7 @@ def test_busy_thresholds_at_run_time(client: Client) -> None:
         (400, {"active_decode_blocks_threshold": 1.1}),
         (400, {"active_decode_blocks_threshold": -1}),
         (400, {"active_prefill_tokens_threshold_frac": -0.5}),
+        (400, {"active_prefill_tokens_threshold_frac": 1.1e18}),
         (404, {"model": "none", "active_decode_blocks_threshold": 1}),
         (404, {"tenant_id": "none", "active_decode_blocks_threshold": 1}),
     ]

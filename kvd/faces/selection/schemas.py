@@ -55,6 +55,7 @@ from kvd.selection.readiness import Recovery
 from kvd.selection.worker_record import SHOWN_AS_GIVEN, Role, WorkerLifecycle
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.selector import MAX_ISL_TOKENS
+from kvd_core.selector.settings import MAX_WEIGHT
 
 MODEL = {"model_name": TEXT}
 PARTITION = {**MODEL, "tenant_id": TEXT}
@@ -417,7 +418,7 @@ OVERLAPS = row(
 
 TUNED = {"model": TEXT, **MODEL, **TENANT}  # one of the first two is required
 NAMED: Schema = {"anyOf": [{"required": ["model"]}, {"required": ["model_name"]}]}
-THRESHOLD = {"type": "number", "minimum": 0}
+THRESHOLD = {"type": "number", "minimum": 0, "maximum": MAX_WEIGHT}
 SHARE: Schema = {**THRESHOLD, "maximum": 1, "description": "of total_kv_blocks"}
 BATCHES: Schema = {**THRESHOLD, "description": "of max_num_batched_tokens"}
 OFF_VALUE: Schema = {"const": OFF}

@@ -44,7 +44,10 @@ def post_thresholds(request: Request, *, selections: Selections) -> Response:
         name: _threshold(members, name) for name in THRESHOLDS if members.get(name) is not None
     }
     if changes:
-        selections.tuning.change(key, changes)
+        try:
+            selections.tuning.change(key, changes)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
     return bodies.json_response(_busy(selections, key))
 
 
@@ -156,8 +159,6 @@ def _threshold(members: bodies.Members, name: str) -> float | None:
     value = number(members, name)
     if not 0 <= value <= 1 and name == "active_decode_blocks_threshold":
         raise BadRequest(f"{name} must be from 0 to 1")
-    if not value >= 0:
-        raise BadRequest(f"{name} must not be negative")
     return value
 
 
