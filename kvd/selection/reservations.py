@@ -204,7 +204,7 @@ class Reservations(LiveRequests[Candidates]):
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation; repeating it is no error. Raises NotFound."""
-        ended = self._end_prefill(reservation_id)
+        ended = self._end_prefill(reservation_id, is_complete=True)
         if reservation_id in self.live or not ended:
             self.complete(self._candidates_of(reservation_id), reservation_id)
 
@@ -231,16 +231,21 @@ class Reservations(LiveRequests[Candidates]):
 
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""
-        ended = self._end_prefill(reservation_id)
+        ended = self._end_prefill(reservation_id, is_complete=False)
         if reservation_id in self.live or not ended:
             self.end(self._candidates_of(reservation_id), reservation_id)
 
-    def _end_prefill(self, reservation_id: str) -> bool:
-        """Ends the separate booking of a reservation's prefill phase; False without one."""
+    def _end_prefill(self, reservation_id: str, *, is_complete: bool) -> bool:
+        """Ends the separate booking of a reservation's prefill phase; False without one.
+
+        Observers learn how long a prefill has taken only if it `is_complete`.
+        """
         prefill_id = reservation_id + PREFILL_SUFFIX
         candidates = self.live.get(prefill_id)
         if candidates is None or self.live.get(reservation_id, candidates) is not candidates:
             return False
+        if is_complete:
+            self.complete(candidates, prefill_id)
         self.end(candidates, prefill_id)
         return True
 

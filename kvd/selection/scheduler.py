@@ -220,6 +220,7 @@ class Scheduler:
         if ask.reservation_id is not None:
             receipt = self._reservations.reserve(candidates, ask, ask.reservation_id, chosen)
         self._stats.served(ask, chosen.ranks.pool, chosen)
+        more += self._timed(candidates, ask, chosen)
         return SelectReply(self._answer(candidates, ask, chosen, ask.reservation_id, more), receipt)
 
     def _serve_both(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
@@ -247,9 +248,10 @@ class Scheduler:
                 candidates, ask, ask.reservation_id, decode, prefill
             )
         self._stats.served(ask, decode.ranks.pool, prefill, decode)
-        inner = b'"prefill":%b,' % self._answer(candidates, ask, prefill, prefill_id)
+        timed = self._timed(candidates, ask, prefill)
+        inner = b'"prefill":%b,' % self._answer(candidates, ask, prefill, prefill_id, timed)
         return SelectReply(
-            self._answer(candidates, ask, decode, ask.reservation_id, inner), receipt
+            self._answer(candidates, ask, decode, ask.reservation_id, inner + timed), receipt
         )
 
     def _choose(
@@ -347,7 +349,7 @@ class Scheduler:
                 terms(row, settings),
                 pool.exceeded(at, settings),
                 self._stream(candidates, row),
-                self._expected_ttft_s(candidates, row),
+                self._expected_ttft_s(candidates, row, phase),
             )
             for at, row in enumerate(pool.explain(settings, eligible, factors))
         ]
@@ -360,12 +362,19 @@ class Scheduler:
         """Narrows ranks to those expected to keep the limit; None if there are none."""
         mask = bytearray(len(ranks.pool))
         for at, row in enumerate(ranks.pool.explain(settings, ranks.eligible)):
-            expected_s = self._expected_ttft_s(candidates, row)
+            expected_s = self._expected_ttft_s(candidates, row, None)
             mask[at] = row.eligible and expected_s is not None and expected_s <= limit_s
         return ranks._replace(eligible=bytes(mask)) if any(mask) else None
 
-    def _expected_ttft_s(self, candidates: Candidates, row: Explained) -> float | None:
-        """Returns the expected seconds to the first token, None if the rank's speed is unknown."""
+    def _expected_ttft_s(
+        self, candidates: Candidates, row: Explained, phase: Phase | None
+    ) -> float | None:
+        """Returns the expected seconds to the first token.
+
+        None if the rank's speed is unknown, and for a decode: another rank computes its prompt.
+        """
+        if phase is Phase.DECODE:
+            return None
         queued = row.active_prefill_tokens + row.effective_prefill_tokens
         return self._speeds.ttft_s((candidates.key, row.worker_id, row.dp_rank), queued)
 
@@ -399,12 +408,9 @@ class Scheduler:
         members = (candidates.pieces[chosen.position] or candidates.piece(chosen.position)) + more
         if ask.explain:
             rows = pool.explain(chosen.settings, eligible, factors)
-            explained = [self._explained(candidates, ask, row) for row in rows]
+            explained = [self._explained(candidates, ask, chosen, row) for row in rows]
             policy = str(Policy.of(ask.settings))
             members += members_json({"router_policy": policy, "candidates": explained})
-        if ask.expected_ttft or ask.slo_ttft_s is not None:
-            row = pool.explained(chosen.position, chosen.settings)
-            members += members_json(self._ttft_members(candidates, ask, row))
         if ask.advisory:
             load = _load(candidates, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
@@ -412,25 +418,29 @@ class Scheduler:
         begin = opening(ask.selection_id, reservation_id, phase)
         return pool.render_answer(begin, members, chosen.position, chosen.settings)
 
-    def _ttft_members(
-        self, candidates: Candidates, ask: SelectRequest, row: Explained
-    ) -> dict[str, Any]:
-        """Returns the members about the time to the first token; None if its speed is unknown."""
-        expected_s = self._expected_ttft_s(candidates, row)
+    def _timed(self, candidates: Candidates, ask: SelectRequest, chosen: Choice) -> bytes:
+        """Returns the members about the time to the first token, if the request asks for them.
+
+        `chosen` is the rank that computes the prompt.
+        """
+        if not ask.expected_ttft and ask.slo_ttft_s is None:
+            return b""
+        row = chosen.ranks.pool.explained(chosen.position, chosen.settings)
+        expected_s = self._expected_ttft_s(candidates, row, chosen.phase)
         members: dict[str, Any] = {"expected_ttft_s": expected_s}
         if ask.slo_ttft_s is not None:
             is_met = None if expected_s is None else expected_s <= ask.slo_ttft_s
             self._stats.slo[SLO_OUTCOMES[is_met]] += 1
             members["slo_met"] = is_met
-        return members
+        return members_json(members)
 
     def _explained(
-        self, candidates: Candidates, ask: SelectRequest, row: Explained
+        self, candidates: Candidates, ask: SelectRequest, chosen: Choice, row: Explained
     ) -> dict[str, Any]:
         """Returns a rank's cost and its terms, whether it has the session, its stream's health."""
         bound = None if self._affinity is None else self._affinity.target(ask)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
-        expected_s = self._expected_ttft_s(candidates, row)
+        expected_s = self._expected_ttft_s(candidates, row, chosen.phase)
         return row._asdict() | {
             "has_session": has,
             "expected_ttft_s": expected_s,

@@ -129,7 +129,7 @@ class _Observed:
 
     rank: Rank
     begun_at: float
-    queued_tokens: int  # on its rank when the request was booked, its own included
+    queued_tokens: int  # on its rank when booked, its own included; 0 if it has none of its own
     expected_s: float | None  # to its first token
     complete_at: float | None = None
     requests: int = 1  # live requests on its rank at `complete_at`
@@ -185,8 +185,10 @@ class Speeds:
             return
         self._sample.count()
         rank = moment.key, live.worker_id, live.dp_rank
-        queued = candidates.ledger.load(number).prefill_tokens
-        expected_s = self.ttft_s(rank, queued)
+        queued, expected_s = 0, None
+        if live.tokens:  # else another rank computes its prompt, or nothing is known of its prefill
+            queued = candidates.ledger.load(number).prefill_tokens
+            expected_s = self.ttft_s(rank, queued)
         self._observed[moment.request_id] = _Observed(rank, moment.time, queued, expected_s)
         if len(self._observed) > MAX_OBSERVED:
             self._observed.popitem(last=False)

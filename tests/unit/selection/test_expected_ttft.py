@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from kvd.errors import NotFound
+from kvd.selection.phases import Phase
+from kvd.selection.worker_record import Role
 from kvd_core.selector.settings import LEAST_LOADED
 from tests.support.held_selections import OPTIONS, batched, ready
 from tests.support.selecting import M, Service, lookup, worker
@@ -106,6 +108,30 @@ async def test_what_is_not_known_is_said() -> None:
     assert (answer["expected_ttft_s"], answer["slo_met"]) == (None, None)
     assert {row["expected_ttft_s"] for row in answer["candidates"]} == {None}
     assert service.selections.stats.slo["unknown"] == 1
+
+
+async def test_a_prefill_elsewhere_counts_for_the_rank_that_computes_it() -> None:
+    service = await ready(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE))
+    service.reserve("beside", (2, 0), [1], 500)  # a prefill on the rank that decodes
+    for number in range(1, 25):
+        blocks = [number * 10_000 + at for at in range(25 * number)]
+        service.select(blocks, phase=Phase.BOTH, reservation_id=f"{number}")
+        service.now += BASE_S + 100 * number / FAST
+        service.selections.reservations.prefill_complete(f"{number}")
+        service.selections.reservations.free(f"{number}")
+    found = service.selections.speeds.prefill((M, 1, 0))
+    assert found is not None and 1 / found.token_s == pytest.approx(FAST, rel=0.01)
+    assert service.selections.speeds.prefill((M, 2, 0)) is None
+    assert service.selections.regret.accounts.keys() == {(M, 1, 0)}
+    answer = service.select(list(range(250)), phase=Phase.BOTH, slo_ttft_s=0.5, explain=True)
+    expected = pytest.approx(BASE_S + 1000 / FAST, rel=0.02)
+    for part in (answer, answer["prefill"]):
+        assert (part["expected_ttft_s"], part["slo_met"]) == (expected, True)
+    assert {row["expected_ttft_s"] for row in answer["candidates"]} == {None}
+    assert sum(service.selections.stats.slo.values()) == 1
+    answer = service.select([1], phase=Phase.DECODE, expected_ttft=True)
+    assert answer["expected_ttft_s"] is None
+    service.check()
 
 
 async def test_a_given_speed_wins() -> None:

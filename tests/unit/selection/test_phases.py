@@ -292,7 +292,11 @@ async def test_replicas_hear_of_both_bookings() -> None:
     mirror(service, replica)
     assert loads(replica) == loads(service)
     replica.selections.reservations.prefill_complete("r")  # at the other replica
-    assert [event.step for event in replica.events] == [Step.FREE, Step.PREFILL_COMPLETE]
+    assert [(event.request_id, event.step) for event in replica.events] == [
+        ("r:prefill", Step.PREFILL_COMPLETE),
+        ("r:prefill", Step.FREE),
+        ("r", Step.PREFILL_COMPLETE),
+    ]
     mirror(replica, service)
     assert loads(replica) == loads(service)
     assert service.selections.reservations.live.keys() == {"r"}
