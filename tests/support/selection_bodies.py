@@ -87,6 +87,7 @@ OVERRIDE = (
     *within("overlap_score_weight", (*NUMBER, "-1", "1e301")),
     *within("router_temperature", (*NUMBER, "-0.1")),
     *within("track_prefill_tokens", FLAG),
+    *within("assume_kv_reuse", FLAG),
     *within("router_mode", MODES),
 )
 PROMPTS = {
@@ -95,15 +96,17 @@ PROMPTS = {
     "sequence_hashes": HASHES,
     "isl_tokens": TOKENS,
     "token_ids": (*ARRAYS, *elements(*U32)),
+    "lora_name": TEXT,
+    "cache_salt": TEXT,
+    "is_eagle": FLAG,
+    "router_config_override": OVERRIDE,
 }
 SELECTED = {
     **PROMPTS,
-    "router_config_override": OVERRIDE,
     "selection_id": TEXT,
     "expected_output_tokens": U32_NUMBER,
     "priority_jump": NUMBER,
     "strict_priority": U32_NUMBER,
-    "lora_name": TEXT,
     "session_id": TEXT,
     "affinity_target": (*OBJECT, "{}", *within("worker_id", (*U64_NUMBER, "null"))),
     "pinned_worker": (
@@ -131,7 +134,6 @@ SELECTED = {
     "session_context": (*OBJECT, *within("session_id", TEXT)),
     "advisory": FLAG,
     "router_policy": POLICIES,
-    "is_eagle": FLAG,
 }
 UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
     "/workers": {
@@ -172,7 +174,7 @@ UNFIT: dict[str, dict[str, tuple[str, ...]]] = {
         "phase": (*PHASES, '"both"'),
     },
     f"/reservations/{LIVE}/output_block": {"decay_fraction": NUMBER},
-    "/potential_loads": {**PROMPTS, "router_config_override": OVERRIDE},
+    "/potential_loads": PROMPTS,
     "/overlap_scores": PROMPTS,
     "/busy_threshold": {
         **PARTITION,

@@ -229,6 +229,7 @@ def settings_of(selections: Selections, key: PartitionKey, members: bodies.Membe
         changes["track_prefill"] = flag(override, "track_prefill_tokens")
     if override.get("router_mode") is not None:
         changes["mode"] = mode_of(override).core
+    optional_flag(override, "assume_kv_reuse")  # only checked: `prompts.unique` heeds it
     if not changes:
         return settings
     try:

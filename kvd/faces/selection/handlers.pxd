@@ -8,11 +8,12 @@ from kvd.http.permits cimport Text
 from kvd.selection.immediate cimport ImmediateSelection, ImmediateSteps
 from kvd_core.base.draws cimport Draws
 from kvd_core.selector.selector cimport Pool
+from kvd_core.selector.settings cimport Settings
 
 
 cdef class PromptReader(BodyReader):
-    # The prompt of the last body. The four members after `by_tokens` are only of a prompt by token
-    # ids, `locals_` is only of one by hashes.
+    # The prompt of the last body. `unique` is only of a prompt by token ids, `locals_` only of one
+    # by hashes, where `lora_name`, `cache_salt` and `eagle` have no effect: they are in the hashes.
     cdef readonly bint by_tokens
     cdef readonly str lora_name, cache_salt  # None: none
     cdef object unique              # the number of a prompt that shares no blocks in use, or None
@@ -28,6 +29,8 @@ cdef class PromptReader(BodyReader):
     cpdef int put_before(self, Pool pool) except -1
 
     cdef int read_tokens(self, selections) except -1
+    # Reads what decides how token ids are hashed: the adapter, the salt, whether in EAGLE pairs.
+    cdef int read_flavour(self) except -1
     cdef int check_lengths(self) except -1
 
 
@@ -38,6 +41,8 @@ cdef class PromptHandler(HotHandler):
 
     # The model and tenant that the body names, as a tuple.
     cdef tuple partition_key(self)
+    # The settings for the body, with what it overrides; raises Invalid.
+    cdef Settings settings_in(self, partition_key)
     # Makes the candidates' pool match the body's prompt; raises Unserved if there is no worker.
     cdef Pool matched_pool(self, partition_key)
 

@@ -26,6 +26,7 @@ from kvd_core.json.scan cimport ValueKind
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport kMaxIdBytes
 from kvd_core.selector.selector cimport kLoads, kOverlaps
+from kvd_core.selector.settings cimport Settings
 from kvd_core.selector.types cimport kMaxIslTokens
 
 from dataclasses import replace
@@ -106,7 +107,7 @@ cdef class PromptReader(BodyReader):
         if self.core.present(kTokenIds):
             return self.read_tokens(selections)
         self.by_tokens = False
-        self.optional_flag(kEagle)  # only checked: the prompt is hashed already
+        self.read_flavour()  # only checked: the prompt is hashed already
         if not (self.core.present(kBlockHashes) and self.core.present(kSequenceHashes)):
             raise prompts.missing(self.known(), "block_hashes", "sequence_hashes")
         if self.is_unset(kIslTokens):
@@ -121,6 +122,7 @@ cdef class PromptReader(BodyReader):
         if self.core.present(kTokenIds):
             return self.read_tokens(selections)
         self.by_tokens = False
+        self.read_flavour()
         if not self.core.present(kSequenceHashes):
             raise prompts.missing(self.known(), "sequence_hashes")
         if self.is_unset(kIslTokens):
@@ -135,11 +137,15 @@ cdef class PromptReader(BodyReader):
     cdef int read_tokens(self, selections) except -1:
         self.by_tokens = True
         self.isl_tokens = self.core.narrow(kTokenIds).size()
-        self.lora_name = self.optional_text(kLora)
-        self.cache_salt = self.optional_text(kCacheSalt)
+        self.read_flavour()
         self.unique = None
         if not (self.is_unset(kOverride) and selections.options.assumes_kv_reuse):
             self.unique = prompts.unique(selections, self.known())
+        return 0
+
+    cdef int read_flavour(self) except -1:
+        self.lora_name = self.optional_text(kLora)
+        self.cache_salt = self.optional_text(kCacheSalt)
         self.eagle = self.optional_flag(kEagle)
         return 0
 
@@ -193,6 +199,12 @@ cdef class PromptHandler(HotHandler):
         model = MODEL if absent else self.body.text(kModel)
         return model, self.body.tenant(kTenant)
 
+    cdef Settings settings_in(self, partition_key):
+        if self.body.is_unset(kOverride):
+            return self.selections.settings(partition_key)
+        members = self.body.known()
+        return choosing.settings_of(self.selections, PartitionKey(*partition_key), members)
+
     cdef Pool matched_pool(self, partition_key):
         candidates = self.candidates.get(partition_key)
         if candidates is None or not candidates.workers:
@@ -209,11 +221,8 @@ cdef class PotentialLoadsHandler(PromptHandler):
         self.body.read(body, size)
         self.body.read_prompt(self.selections)
         partition_key = self.partition_key()
+        cdef Settings settings = self.settings_in(partition_key)
         cdef Pool pool = self.matched_pool(partition_key)
-        settings = self.candidates[partition_key].settings
-        if not self.body.is_unset(kOverride):
-            members = self.body.known()
-            settings = choosing.settings_of(self.selections, PartitionKey(*partition_key), members)
         return pool.rendered(kLoads, settings, 0, b"", b"")
 
 
@@ -223,7 +232,9 @@ cdef class OverlapScoresHandler(PromptHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         self.body.read(body, size)
         self.body.read_prompt(self.selections)
-        cdef Pool pool = self.matched_pool(self.partition_key())
+        partition_key = self.partition_key()
+        self.settings_in(partition_key)  # only checked: they change no overlap
+        cdef Pool pool = self.matched_pool(partition_key)
         return (
             b'{"block_size":%d,"num_blocks":%d,"workers":%b,"shared_cache":{"enabled":false,'
             b'"total_hit_blocks":0,"ranges":[],"error":null}}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
+from kvd.faces.selection.choosing import settings_of
 from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
 from kvd.faces.selection.members import (
     OK,
@@ -59,6 +60,7 @@ def reserve(request: Request, *, selections: Selections) -> Response:
     if tokens is not None and tokens > RESERVE.isl_tokens:
         raise BadRequest("effective_prefill_tokens must not exceed isl_tokens")
     key = partition_key(members)
+    settings_of(selections, key, members)  # only checked: the caller has chosen already
     phase = phase_of(members, (Phase.PREFILL, Phase.DECODE))
     predicts = "token_ids" in members or "block_hashes" in members
     expected = bodies.optional_uint(members, "expected_output_tokens", bodies.U32_MAX)
