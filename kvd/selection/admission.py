@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvd.errors import Invalid, KvdError, Unavailable
@@ -20,6 +20,9 @@ from kvd_core.ledger import ledger
 OWNER = "selection"  # the name under which the selection service registers ranks
 
 MAX_WORKERS = 65_536  # worker records of the selection service
+
+# Workers of a set judged between two checkpoints: 1 ms.
+CHECKED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +150,20 @@ class Admission:
             None,
         )
 
-    def check_all(self, records: list[WorkerRecord], gone: Candidates | None) -> None:
-        """Raises an error unless all records could be scheduled after `gone` have left."""
-        for record in records:
+    def check_all(self, records: list[WorkerRecord], gone: Candidates | None) -> Iterator[None]:
+        """Raises an error unless all records could be scheduled after `gone` have left.
+
+        Raises Invalid for what a record lacks, as `check_served`, `check_addresses` and
+        `check_room` do, and as registering the ranks would. Rests at every yield.
+        """
+        for number, record in enumerate(records, 1):
+            self.check_served(record)
+            self.check_addresses(record)
             reasons = record.reasons(records[0], uses_events=self._options.uses_kv_events)
             if reasons:
                 raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
+            if number % CHECKED_AT_ONCE == 0:
+                yield
         self.check_room(records)
         leaving = {record.worker_id for record in records}
         if gone is not None:

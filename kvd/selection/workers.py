@@ -140,21 +140,21 @@ class Workers:
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[CatalogEntry]:
         """Replaces all workers of a model and tenant by these, which must be schedulable.
 
-        Workers that stay go on serving, unless the block size changes. Raises Invalid, BadRequest
-        as `put` does, or as `Admission.check_all` does; nothing has changed then.
+        Workers that stay go on serving, unless the block size changes. Raises as
+        `Admission.check_all` does; nothing has changed then.
         """
-        for record in records:
-            self._admission.check_served(record)
-            self._admission.check_addresses(record)
         async with self._changing:
             candidates = self._candidates.get(key)
             replaced = candidates is not None and candidates.block_size not in (
                 None,
                 *(record.block_size for record in records),
             )
-            self._admission.check_all(records, candidates if replaced else None)
+            checks = self._admission.check_all(records, candidates if replaced else None)
+            for _ in REQUESTS.each(checks):
+                await trio.lowlevel.checkpoint()
             named = {record.worker_id for record in records}
             old = [entry for entry in self.entries.values() if entry.record.key == key]
+            # From here on all that waits is shielded: no half of a set is left behind.
             if replaced:  # an index cannot hold blocks of two sizes, not even for a moment
                 for entry in old:
                     await self._replace(entry, None)
@@ -266,6 +266,7 @@ class Workers:
         after = None if new is None or new.reasons else new.record
         # Shielded: a client that goes away must not leave half a worker behind.
         with trio.CancelScope(shield=True):
+            await trio.lowlevel.checkpoint()  # it may be one of a thousand workers in a row
             leaving: list[int] = []
             if before is not None:
                 await self._fall_silent(before, after)

@@ -16,9 +16,11 @@ from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
 from kvd.faces.selection.records import FIELDS, changes, record, rows
 from kvd.http.messages import Request, Response
+from kvd.model import PartitionKey
 from kvd.selection.admission import CatalogEntry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
+from kvd.telemetry.stretches import REQUESTS
 from kvd_core.json.scan import BodyScanner
 
 SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state, if it is on
@@ -27,6 +29,9 @@ DESCRIBED = (*FIELDS, "routing_group")
 # A worker may have thousands of endpoints.
 WORKER = BodyScanner({}, DESCRIBED, nested_bytes=None)
 WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"), nested_bytes=None)
+
+# Workers of a set read between two checkpoints: 1 ms.
+READ_AT_ONCE = 32
 
 
 async def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
@@ -110,14 +115,26 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     described = bodies.require(members, "workers")
     if not isinstance(described, list) or not all(isinstance(each, dict) for each in described):
         raise Invalid("workers: expected an array of objects")
-    where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
-    records = [record({**where, **each}) for each in described]
+    records: list[WorkerRecord] = []
+    for _ in REQUESTS.each(_read(described, key, records)):
+        await trio.lowlevel.checkpoint()
     if any(each.key != key for each in records):
         raise Invalid("workers: an entry belongs to another model or tenant")
     if len({each.worker_id for each in records}) != len(records):
         raise Invalid("workers: the array contains a worker_id twice")
     entries = await selections.workers.put_all(key, records)
     return Response(200, await whole(listed(selections, entries)))
+
+
+def _read(
+    described: list[bodies.Members], key: PartitionKey, records: list[WorkerRecord]
+) -> Iterator[None]:
+    """Reads descriptions of workers of a model and tenant; rests at every yield."""
+    where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
+    for number, each in enumerate(described, 1):
+        records.append(record({**where, **each}))
+        if number % READ_AT_ONCE == 0:
+            yield
 
 
 async def patch_worker(request: Request, *, selections: Selections) -> Response:

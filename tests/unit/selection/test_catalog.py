@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.records import rows
 from kvd.faces.selection.workers import listed
 from kvd.model import PartitionKey, RankKey
+from kvd.selection.admission import CHECKED_AT_ONCE
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.stats import SelectionOutcome, Unserved
@@ -644,6 +647,36 @@ async def test_a_set_without_a_worker_in_common_always_has_someone_to_select(
     await trio.testing.wait_all_tasks_blocked()
     assert len(answers) == 1 and b'"worker_id":1,' not in answers[0]
     service.check()
+
+
+async def test_many_workers_of_a_set_are_checked_and_join_in_slices(
+    nursery: trio.Nursery,
+) -> None:
+    old, many = 200, 4 * CHECKED_AT_ONCE
+    service = await ready(worker(old))
+    entries = service.selections.workers.entries
+    nursery.start_soon(
+        service.selections.workers.put_all, M, [worker(each) for each in range(many)]
+    )
+    seen = Counter[int]()
+    while old in entries:
+        await trio.lowlevel.checkpoint()
+        seen[len(entries)] += 1
+        service.select([1, 2])
+    assert seen[1] > 3  # at least, as either of two tasks may run first in a pass
+    assert len(seen) > many // 2
+    service.check()
+
+
+async def test_a_client_that_goes_away_leaves_no_half_set() -> None:
+    sets = set()
+    for cancelling in every_checkpoint():
+        service = await ready(TWO)
+        wanted = [worker(each) for each in (2, 3, 4)]
+        await cancelling.run(partial(service.selections.workers.put_all, M, wanted))
+        sets.add(tuple(service.selections.workers.entries))
+        service.check()
+    assert sets <= {(1,), (2, 3, 4)}
 
 
 # ---- the other faces
