@@ -24,12 +24,13 @@ from kvd.selection.requests import Retry, SelectReply
 from kvd.selection.retries import ANSWERED
 from kvd.selection.service import Selections
 from kvd.slots.live_requests import LiveRequests, Receipt
-from kvd.slots.rebooking import Booking, rebook
+from kvd.slots.rebooking import Booking, add_outputs, rebook
 from kvd.slots.shared_loads import LEDGER
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Face, Outcome
 from kvd_core.ledger.journal import ENDED, Booked, OtherRecord, Stepped
+from kvd_core.ledger.ledger import Ledger
 
 # Requests, sessions and answers restored between two checkpoints: about 1 ms.
 SLICE = 32
@@ -262,6 +263,7 @@ def restore(
     oldest_first = sorted(
         bookings.live.items(), key=lambda item: (item[1].booked.admitted_at, item[0][1])
     )
+    with_outputs: list[tuple[Ledger, Booking]] = []
     for number, ((name, _), booking) in enumerate(oldest_first, 1):
         face, key, block_size = name
         admitted_at = min(now, booking.booked.admitted_at)
@@ -269,8 +271,14 @@ def restore(
             restored.expired += 1
         elif rebook(faces[face], key, block_size, booking, admitted_at) is Outcome.APPLIED:
             restored.requests += 1
+            if booking.output_blocks:
+                with_outputs.append((faces[face].ledger_of(key), booking))
         else:
             restored.dropped += 1
+        if number % SLICE == 0:
+            yield
+    for number, (ledger, booking) in enumerate(with_outputs, 1):
+        add_outputs(ledger, booking, 0)  # none if the request has ended meanwhile
         if number % SLICE == 0:
             yield
     yield from _restore_sessions(bookings, selections, now, restored)

@@ -486,6 +486,7 @@ class Mirror:
                 known.face = kind
                 owner = face.owner(name.key)
                 assert owner is not None
+                add_outputs(owner.ledger, booking, 0)
                 face.observe_begin(owner, name.request_id, mirrored=True)
                 self.stats.bookings += 1
                 return True

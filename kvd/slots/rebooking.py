@@ -1,8 +1,10 @@
 """Books requests that an earlier or another process has booked, in their present state.
 
-    Booked ──> Booking ── later steps ──> Booking ──> `rebook` ──> a face's ledger
+    Booked ──> Booking ── later steps ──> Booking ──> `rebook`, `add_outputs` ──> a face's ledger
 
-Journals and replicas describe a request by its booking and the steps after it.
+Journals and replicas describe a request by its booking and the steps after it. Output blocks come
+apart: those that fade make the prompt's blocks fade, too, but not those that another request has,
+so the others should be booked before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from kvd.model import PartitionKey
 from kvd.slots.live_requests import LiveRequests
 from kvd.wire.lifecycle import Lifecycle, Outcome, Step
 from kvd_core.ledger.journal import OUTPUT, PREFILLED, Booked, Stepped
+from kvd_core.ledger.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ def rebook(
     booking: Booking,
     admitted_at: float,
 ) -> Outcome:
-    """Books a request with its age and the effect of its steps; nobody is notified.
+    """Books a request with its age, but without its output blocks; nobody is notified.
 
     Changes nothing unless the outcome is APPLIED.
     """
@@ -68,16 +71,12 @@ def rebook(
         admitted_at,
         booked.key,
     )
-    if outcome is not Outcome.APPLIED:
-        return outcome
-    ledger = face.ledger_of(key)
-    if booking.prefill_complete:
-        ledger.prefill_complete(booked.request_id)
-    add_outputs(ledger, booking, 0)
+    if outcome is Outcome.APPLIED and booking.prefill_complete:
+        face.ledger_of(key).prefill_complete(booked.request_id)
     return outcome
 
 
-def add_outputs(ledger: Any, booking: Booking, have: int) -> None:
+def add_outputs(ledger: Ledger, booking: Booking, have: int) -> None:
     """Adds the output blocks that a booked request, which has `have` of them, still lacks."""
     name, all_of_it = booking.booked.request_id, booking.output_blocks
     decayed = min(booking.decayed_blocks, all_of_it)

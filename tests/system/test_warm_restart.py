@@ -225,6 +225,12 @@ def _live(state: Path) -> list[str]:
     return [name for _, name in bookings.live]
 
 
+def _output_blocks(state: Path) -> list[int]:
+    """Returns the output blocks of the live requests in the journals."""
+    bookings = trio.run(bookings_of, [path for _, path in journals(state)], 0.0)
+    return [each.output_blocks for each in bookings.live.values()]
+
+
 def _still(listing: Any) -> str:
     """Returns a listing as text, without the states that a connection changes."""
     text = json.dumps(listing, sort_keys=True)
@@ -273,6 +279,24 @@ def test_bookings_and_their_answers_come_back(tmp_path: Path) -> None:
         deleted = kvd.client.delete(kvd.url("selection", "/reservations/one"))
         assert deleted.status_code == 404
         assert kvd.client.delete(kvd.url("selection", "/reservations/two")).status_code == 200
+        kvd.stop()
+
+
+def test_blocks_that_a_later_request_shares_do_not_fade(tmp_path: Path) -> None:
+    with kvd_of(tmp_path, "--session-affinity-ttl-secs=60", "--no-router-kv-events") as kvd:
+        record = {"worker_id": 1, "model_name": "m", "block_size": 4, "endpoint": "http://x"}
+        assert kvd.post("selection", "/workers", record).status_code == 201
+        for name in ("one", "two"):
+            assert reserve(kvd, name).status_code == 200
+        faded = kvd.post("selection", "/reservations/one/output_block", {"decay_fraction": 0})
+        assert faded.status_code == 200
+        loads = kvd.get("selection", "/loads")
+        assert loads[0]["loads"][0]["potential_decode_blocks"] == 2
+        wait(lambda: _kept(kvd.state / "registrations") == 1)
+        wait(lambda: _output_blocks(kvd.state) == [1, 0])
+        kvd.kill()
+        kvd.start()
+        assert kvd.get("selection", "/loads") == loads
         kvd.stop()
 
 
