@@ -13,8 +13,8 @@ from tests.support.processes import Server
 PROMPT = list(range(64))
 
 
-def started(kvd_process: Callable[..., Server]) -> Client:
-    server = kvd_process("--no-router-use-kv-events", face="select-service")
+def started(kvd_process: Callable[..., Server], *flags: str) -> Client:
+    server = kvd_process("--no-router-use-kv-events", *flags, face="select-service")
     client = Client(server.base_url)
     for worker_id in (1, 2):
         record = {"worker_id": worker_id, "model_name": "m", "block_size": 16}
@@ -60,6 +60,14 @@ def test_reports_are_summed_by_rank_and_model(kvd_process: Callable[..., Server]
         (row,) = [row for row in client.get("/workers").json() if row["worker_id"] == 1]
         assert row["speeds"]["0"]["prefill_tokens_per_s"] == 1000
         assert row["speeds"]["0"]["given"] is True
+
+
+def test_nothing_is_expected_without_prefill_tracking(kvd_process: Callable[..., Server]) -> None:
+    with closing(started(kvd_process, "--no-router-track-prefill-tokens")) as client:
+        reserve(client, "a")
+        figures = {"prompt_tokens": 64, "cached_tokens": 0, "ttft_ms": 100}
+        assert client.post("/reservations/a/report", json=figures).json() == {"status": "ok"}
+        assert client.get("/regret").json() == {"models": [], "ranks": []}
 
 
 def test_what_a_report_refuses(kvd_process: Callable[..., Server]) -> None:

@@ -32,7 +32,8 @@ def report(request: Request, *, selections: Selections) -> Response:
             raise BadRequest("cached_tokens requires prompt_tokens")
         if cached > prompt:
             raise BadRequest("cached_tokens must not exceed prompt_tokens")
-        selections.regret.note_cached(rank, max(0, prompt - live.tokens), cached)
+        if selections.settings(key).members["track_prefill"]:  # else the booking has no tokens
+            selections.regret.note_cached(rank, max(0, prompt - live.tokens), cached)
     if output is not None:
         selections.speeds.note_output(reservation_id, output)
     if ttft_s is not None:
