@@ -1,5 +1,5 @@
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 MAX_NESTED_BYTES: int
 
@@ -15,3 +15,5 @@ class BodyScanner:
     def array(self, name: str) -> list[int]: ...
     def hashes(self) -> bytes: ...
     def __sizeof__(self) -> int: ...
+
+def objects_of(span: bytes) -> Iterator[dict[str, Any]]: ...

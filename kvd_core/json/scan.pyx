@@ -5,6 +5,7 @@ json/scan.hpp has the picture, the invariants and the costs.
 """
 
 import json
+import re
 from math import isinf
 from sys import maxsize
 
@@ -190,3 +191,27 @@ def _finite(text):
 
 
 _NESTED = json.JSONDecoder(parse_float=_finite)
+_BETWEEN = re.compile(r"[,\s]*")  # what stands between two elements
+
+
+def objects_of(bytes span not None):
+    """Yields the objects of a span that is an array of them, one at a time.
+
+    Raises TypeError, with a text that may be sent to clients, at a value that is no object, and as
+    `BodyScanner.scan` does for a number.
+    """
+    cdef str text = span.decode()
+    cdef Py_ssize_t at = 1
+    if text[0] != "[":
+        raise TypeError("expected an array of objects")
+    while True:
+        at = _BETWEEN.match(text, at).end()
+        if text[at] == "]":
+            return
+        if text[at] != "{":
+            raise TypeError("expected an array of objects")
+        try:
+            value, at = _NESTED.raw_decode(text, at)
+        except ValueError:
+            raise TypeError("a number out of range") from None
+        yield value

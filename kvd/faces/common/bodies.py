@@ -7,13 +7,14 @@ out of range raises Invalid (422) with its name; a body that is not JSON raises 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 from kvd.errors import BadJson, BadRequest, Invalid
 from kvd.http.messages import Request, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey, is_name
-from kvd_core.json.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner, objects_of
 
 U32_MAX = 2**32 - 1
 # Longest name or address that can be registered, as long as the longest path on Linux.
@@ -44,6 +45,14 @@ def require(members: Members, name: str) -> Any:
     if name not in members:
         raise Invalid(f"missing member `{name}`")
     return members[name]
+
+
+def objects(members: Members, name: str) -> Iterator[Members]:
+    """Yields the objects of an array that was read as a span, one at a time."""
+    try:
+        yield from objects_of(require(members, name))
+    except TypeError as error:
+        raise Invalid(f"{name}: {error}") from None
 
 
 def text(members: Members, name: str) -> str:

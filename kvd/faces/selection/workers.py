@@ -28,7 +28,7 @@ SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state
 DESCRIBED = (*FIELDS, "routing_group")
 # A worker may have thousands of endpoints.
 WORKER = BodyScanner({}, DESCRIBED, nested_bytes=None)
-WORKERS = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "workers"), nested_bytes=None)
+WORKERS = BodyScanner({}, bodies.PARTITION_MEMBERS, ("workers",))
 
 # Workers of a set read between two checkpoints: 1 ms.
 READ_AT_ONCE = 32
@@ -112,11 +112,8 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     """Replaces all workers of a model and tenant by the given ones."""
     members = bodies.scan(WORKERS, request.body)
     key = partition_key(members)
-    described = bodies.require(members, "workers")
-    if not isinstance(described, list) or not all(isinstance(each, dict) for each in described):
-        raise Invalid("workers: expected an array of objects")
     records: list[WorkerRecord] = []
-    for _ in REQUESTS.each(_read(described, key, records)):
+    for _ in REQUESTS.each(_read(members, key, records)):
         await trio.lowlevel.checkpoint()
     if any(each.key != key for each in records):
         raise Invalid("workers: an entry belongs to another model or tenant")
@@ -127,11 +124,11 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
 
 
 def _read(
-    described: list[bodies.Members], key: PartitionKey, records: list[WorkerRecord]
+    members: bodies.Members, key: PartitionKey, records: list[WorkerRecord]
 ) -> Iterator[None]:
-    """Reads descriptions of workers of a model and tenant; rests at every yield."""
+    """Reads the workers of a model and tenant from a body; rests at every yield."""
     where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
-    for number, each in enumerate(described, 1):
+    for number, each in enumerate(bodies.objects(members, "workers"), 1):
         records.append(record({**where, **each}))
         if number % READ_AT_ONCE == 0:
             yield

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvd_core.json.scan import MAX_NESTED_BYTES, BodyScanner
+from kvd_core.json.scan import MAX_NESTED_BYTES, BodyScanner, objects_of
 
 U32_MAX = 2**32 - 1
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
@@ -551,3 +551,35 @@ def test_fields_that_are_no_scalars_are_bounded_where_they_are_to_be() -> None:
     for value in (b"[1,2,345]", b'{"c":  1}'):
         with pytest.raises(TypeError, match=r"^a: longer than 8 bytes$"):
             scanner.scan(b'{"a":%b}' % value)
+
+
+# -- the objects of a span -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", " [ ] ", "[{}]", '[{"a": [{}]},{"b": "],{"} , {}\n]', '[ {"\u00e4": 1e3} ,{"n": -1}]'],
+)
+def test_objects_come_one_by_one(text: str) -> None:
+    scanner = BodyScanner({}, (), ("all",))
+    span = scanner.scan(b'{"all": %b}' % text.encode())["all"]
+    assert isinstance(span, bytes)
+    assert list(objects_of(span)) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        *(("null", 0), ("1", 0), ('"[{}]"', 0), ('{"a": 1}', 0), ("[1]", 0), ("[[{}]]", 0)),
+        *(("[{}, null]", 1), ("[{}, [{}]]", 1), ('[{}, {"a": 1e999}]', 1)),
+        ('[{"a": ' + "9" * 5000 + "}]", 0),
+    ],
+)
+def test_what_is_no_object_ends_the_others(text: str, before: int) -> None:
+    scanner = BodyScanner({}, (), ("all",))
+    span = scanner.scan(b'{"all": %b}' % text.encode())["all"]
+    assert isinstance(span, bytes)
+    found = objects_of(span)
+    assert [next(found) for _ in range(before)] == [{}] * before
+    with pytest.raises(TypeError, match=r"expected an array|out of range"):
+        next(found)
