@@ -1,8 +1,8 @@
 """HTTP/1.1 on sockets: requests in, responses out, for any table of routes.
 
 messages, routes             `Request`, `Response`, `Route`: what faces and servers exchange
-front, server, tls           the server of a face's addresses without TLS, the base it shares with
-                             the TLS server, and the TLS server
+front, server, tls           the server of a face's addresses without TLS; its base, which accepts
+                             connections and ends them; the server over TLS
 fast_path, plain_head.hpp    keeps connections between two requests, and answers common requests
                              on the spot; compiled
 idle_poll                    serves those connections, and a gateway's relay, between two passes

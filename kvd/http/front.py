@@ -49,7 +49,7 @@ def date_line(seconds: float) -> bytes:
     return f"date: {text}\r\n".encode()
 
 
-class Front(Server[Connection]):
+class Front(Server):
     """Serves the routes of one face."""
 
     def __init__(

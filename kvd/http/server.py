@@ -1,4 +1,4 @@
-"""What the servers with and without TLS share: accepting, the bound, the graceful end."""
+"""The base of the servers: accepting connections, the bound on them, the graceful end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from heapq import nsmallest
 from itertools import islice
 from math import inf
 from operator import itemgetter
-from typing import Generic, Protocol, TypeVar
 
 import trio
 
 from kvd.http.accept import accept_connections
+from kvd.http.connection import Connection
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.telemetry.stretches import REQUESTS
 
@@ -34,38 +34,16 @@ DISPLACED_AT_ONCE = 64
 CHECK_AGAIN_S = 0.05
 
 
-class ClientConnection(Protocol):
-    """One accepted connection."""
-
-    async def run(self) -> None:
-        """Serves it to its end and closes it; raises nothing but cancellation."""
-
-    def close_if_idle(self) -> None:
-        """Ends it if it is between requests."""
-
-    def dispensability(self) -> tuple[bool, int, float] | None:
-        """Returns a sort key, lowest where ending it does the least harm; None: it must stay."""
-
-    def is_asked(self) -> bool:
-        """Returns whether a request has arrived that the connection has not begun to read."""
-
-    def give_way(self) -> None:
-        """Ends it to make room for another one."""
-
-
-C = TypeVar("C", bound=ClientConnection)
-
-
-class Server(ABC, Generic[C]):
+class Server(ABC):
     """Runs a task per connection; `stats` counts what happens."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.stats = HttpStats()
         self.limits = limits
-        self._running: dict[C, float] = {}  # when each was accepted
-        self._displaced: set[C] = set()  # of these, the ones that end to make room for others
+        self._running: dict[Connection, float] = {}  # when each was accepted
+        self._displaced: set[Connection] = set()  # of these, those that end to make room for others
         # Connections that could make room, as of the last search; the first to end comes last.
-        self._dispensable: list[tuple[tuple[bool, int, float], C]] = []
+        self._dispensable: list[tuple[tuple[bool, int, float], Connection]] = []
         self._check_after = -inf
 
     def set_limits(self, limits: HttpLimits) -> None:
@@ -106,7 +84,7 @@ class Server(ABC, Generic[C]):
             _close_all(listeners)
 
     @abstractmethod
-    def _connect(self, sock: socket.socket) -> C:
+    def _connect(self, sock: socket.socket) -> Connection:
         """Returns the connection that serves `sock`."""
 
     @abstractmethod
@@ -157,7 +135,7 @@ class Server(ABC, Generic[C]):
         connection.give_way()
         return True
 
-    def _next_dispensable(self) -> C | None:
+    def _next_dispensable(self) -> Connection | None:
         while self._dispensable:
             rank, connection = self._dispensable.pop()
             if (
@@ -181,7 +159,7 @@ class Server(ABC, Generic[C]):
         self._dispensable = (unknown or list(islice(idle, 1)))[::-1]
         self._check_after = -inf if found else trio.current_time() + CHECK_AGAIN_S
 
-    async def _run(self, connection: C) -> None:
+    async def _run(self, connection: Connection) -> None:
         try:
             await REQUESTS.steps_of(connection.run())
         finally:
