@@ -110,30 +110,25 @@ class ListenerContext:
         shared.stats.handler_timeouts += scope.cancelled_caught
         return self._rendered(shared, head, found, response, started)
 
-    def note_relayed(self, route: Route, request: RelayedRequest, seconds: float) -> None:
-        """Counts and logs a request that another part has answered; status 0: it has not."""
-        method, status = request.method, request.status
-        if self.observe is not None:
-            self.observe(route.path, method, status, seconds)
-        if self.access.enabled:
-            size = request.sent_bytes
-            self.access.note(method, route.path, status, seconds, size, request.headers)
+    def note(
+        self,
+        method: str,
+        path: str | None,
+        status: int,
+        seconds: float,
+        size: int,
+        headers: Headers,
+    ) -> bytes:
+        """Counts and logs a request; returns header lines for its answer.
 
-    def note_page(self, head: Head, status: int) -> bytes:
-        """Counts and logs a preflight request; returns header lines for its answer."""
-        path = self.table.label(head.path)
+        `path` is its route's, None without a route. `status` 0: no answer was begun. The body of
+        the answer has `size` bytes.
+        """
         if self.observe is not None and path is not None:
-            self.observe(path, head.method, status, 0.0)
+            self.observe(path, method, status, seconds)
         if not self.access.enabled:
             return b""
-        return rendered(self.access.note(head.method, path, status, 0.0, 0, head.headers))
-
-    def note_left(self, head: Head, route: Route, seconds: float) -> None:
-        """Counts and logs, with status 0, a request whose client left before its answer."""
-        if self.observe is not None:
-            self.observe(route.path, head.method, 0, seconds)
-        if self.access.enabled:
-            self.access.note(head.method, route.path, 0, seconds, 0, head.headers)
+        return rendered(self.access.note(method, path, status, seconds, size, headers))
 
     def _request(self, head: Head, found: Found, body: bytes, checks_host: bool) -> Request:
         route, captured = found
@@ -146,31 +141,20 @@ class ListenerContext:
         self, shared: Shared, head: Head, found: Found, response: Response, started: float
     ) -> tuple[bytes, bool, Undo]:
         try:
-            return self._reported(shared, head, found, response, started)
+            status, body = response.status, response.body
+            assert isinstance(body, bytes)
+            seconds = perf_counter() - started
+            shared.stats.handler_bugs += status == 500
+            persists = persists_after(status, head, shared)
+            lines = connection_lines(head, shared, persists) + self.note(
+                head.method, found.route.path, status, seconds, len(body), head.headers
+            )
+            data = whole_response(response, body, lines, head.method == "HEAD")
+            return data, persists, response.undo
         except BaseException:  # a bug: the client will not receive the answer
             if response.undo is not None:
                 response.undo()
             raise
-
-    def _reported(
-        self, shared: Shared, head: Head, found: Found, response: Response, started: float
-    ) -> tuple[bytes, bool, Undo]:
-        status = response.status
-        seconds = perf_counter() - started
-        if self.observe is not None:
-            self.observe(found.route.path, head.method, status, seconds)
-        shared.stats.handler_bugs += status == 500
-        persists = persists_after(status, head, shared)
-        lines = connection_lines(head, shared, persists)
-        assert isinstance(response.body, bytes)
-        if self.access.enabled:
-            size = len(response.body)
-            path = found.route.path
-            lines += rendered(
-                self.access.note(head.method, path, status, seconds, size, head.headers)
-            )
-        data = whole_response(response, response.body, lines, head.method == "HEAD")
-        return data, persists, response.undo
 
 
 class Connection(Transport):
@@ -179,10 +163,10 @@ class Connection(Transport):
     __slots__ = ("_listener", "_outcome", "_owed", "_rest", "_retired", "_task", "checks_host")
 
     def __init__(
-        self, stream: ByteStream, shared: Shared, service: ListenerContext, checks_host: bool
+        self, stream: ByteStream, shared: Shared, listener: ListenerContext, checks_host: bool
     ) -> None:
         super().__init__(stream, shared)
-        self._listener = service
+        self._listener = listener
         self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # it sleeps while the connection is parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
@@ -458,8 +442,10 @@ class Connection(Transport):
         """Answers the preflight request of a page, which has no use for a body."""
         assert isinstance(response.body, bytes)
         persists = not head.length and persists_after(response.status, head, self.shared)
-        lines = connection_lines(head, self.shared, persists)
-        lines += self._listener.note_page(head, response.status)
+        path = self._listener.table.label(head.path)
+        lines = connection_lines(head, self.shared, persists) + self._listener.note(
+            head.method, path, response.status, 0.0, 0, head.headers
+        )
         await self.send(whole_response(response, response.body, lines, silent=False))
         return persists
 
@@ -505,7 +491,8 @@ class Connection(Transport):
             return persists and not (self.shared.stopping and not self._unread())
         finally:
             self.shared.stats.connections_waiting -= 1
-            self._listener.note_relayed(route, request, perf_counter() - started)
+            seconds, status, size = perf_counter() - started, request.status, request.sent_bytes
+            self._listener.note(request.method, route.path, status, seconds, size, request.headers)
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Calls an asynchronous handler, and cancels it when its client leaves.
@@ -532,7 +519,8 @@ class Connection(Transport):
         finally:
             self.shared.stats.connections_waiting -= 1
         if not data:
-            self._listener.note_left(head, found.route, perf_counter() - started)
+            seconds = perf_counter() - started
+            self._listener.note(head.method, found.route.path, 0, seconds, 0, head.headers)
             raise ConnectionResetError(_LEFT)
         await self._deliver(data, undo)
         return persists
