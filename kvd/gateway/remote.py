@@ -193,9 +193,11 @@ class RemoteChoices:
             kvd.failed = trio.Event()
             await self._try_update(kvd, trio.current_time())
             kvd.met.set()
-            is_up = kvd.problem is None
-            retry_s = RETRY_S if is_up else min(2 * retry_s, MAX_RETRY_S)
-            with trio.move_on_after(CHECK_S if is_up else retry_s):
+            if kvd.problem is None:
+                pause_s, retry_s = CHECK_S, RETRY_S
+            else:
+                pause_s, retry_s = retry_s, min(2 * retry_s, MAX_RETRY_S)
+            with trio.move_on_after(pause_s):
                 await kvd.failed.wait()
 
     async def _try_update(self, kvd: Kvd, since: float) -> bool:

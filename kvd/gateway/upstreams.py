@@ -434,8 +434,8 @@ class Upstreams:
                 if upstream.failures == 0:  # after a failure the next health check comes first
                     until = min(until, upstream.ask_at)
             else:
-                retry_s = min(2 * retry_s, HEALTH_S)
                 until = now + retry_s
+                retry_s = min(2 * retry_s, HEALTH_S)
             with trio.move_on_at(until):
                 await upstream.failed.wait()
 
