@@ -281,9 +281,10 @@ class Tokens:
     async def _ask_some(
         self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]
     ) -> JsonTokens | None:
-        """Asks one engine, and another one if it does not answer."""
+        """Asks one engine, and another one, if there is any, if it does not answer."""
         self._turn += 1
-        for upstream in (engines[(self._turn + at) % len(engines)] for at in range(MAX_ASKED)):
+        for number in range(min(MAX_ASKED, len(engines))):
+            upstream = engines[(self._turn + number) % len(engines)]
             if upstream.engine is None:  # it has left meanwhile
                 continue
             try:

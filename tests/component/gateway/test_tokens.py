@@ -87,6 +87,18 @@ async def test_what_an_engine_does_not_say_is_given_up(monkeypatch: pytest.Monke
         assert len(exchanges.relay) == 0
 
 
+async def test_an_engine_without_others_is_asked_once() -> None:
+    async def hang_up(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+
+    async with relaying(hang_up, hang_up) as (exchanges, engine, _):
+        tokens, stats = tokens_of(exchanges)
+        asked, served, basis, body, _, engines = later(engine, 1)
+        assert await tokens.find(asked, served, basis, body, engines) is None
+        assert exchanges.relay.stats()["begun"] == 1
+        assert stats.token_source_failures.total() == 1
+
+
 async def test_turns_beyond_the_bound_are_not_asked_for() -> None:
     async with relaying(answering()) as (exchanges, engine, _):
         tokens, stats = tokens_of(exchanges)
