@@ -277,9 +277,7 @@ class Forwarder:
         if _is_vllm(prefill):
             return await self._send_in_turn(request, attempt, chosen, prefill)
         body = meeting(attempt.asked, attempt.body, prefill)
-        concurrent = ConcurrentPrefill(
-            self._exchanges, request, prefill, attempt.request_id, body, fault
-        )
+        concurrent = ConcurrentPrefill(self._exchanges, request, prefill, attempt.request_id, body)
         done = await self._send(request, attempt, chosen, body, concurrent)
         if concurrent.failure is not None:
             return await self._without_prefill(request, attempt, prefill, concurrent.failure)

@@ -24,7 +24,7 @@ tokens and the tokens being prefilled, the engine that answers by the blocks in 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import trio
 
+from kvd.gateway.answers import fault
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.probing import EngineKind
@@ -297,15 +298,12 @@ class ConcurrentPrefill:
         engine_rank: EngineRank,
         request_id: bytes,
         body: bytes,
-        fault: Callable[[Answer], int | None],
     ) -> None:
-        """`fault` returns the status with which an engine has failed, None if it has not."""
         engine = engine_rank.upstream.engine
         assert engine is not None
         # The room determines the rank.
         head = engine_rank.upstream.head(request, request_id, len(body), None)
         self._begin = partial(exchanges.begin, engine, head, body, HANDED_BYTES)
-        self._fault = fault
         self._result: Answer | Ending | None = None  # None: it is at work
         self.failure: Answer | Ending | None = None  # why there is nothing to take over
 
@@ -339,7 +337,7 @@ class ConcurrentPrefill:
             with trio.move_on_after(LOST_S):
                 answer = await other.begins()
                 begun = True
-        elif answer is not None and self._fault(answer) == 500:
+        elif answer is not None and fault(answer) == 500:
             await self._wait(LOST_S)
             begun = not isinstance(self._result, Ending)
         if begun:
@@ -349,7 +347,7 @@ class ConcurrentPrefill:
 
     def _may_have_handed_over(self) -> bool:
         if isinstance(self._result, Answer):
-            return self._fault(self._result) == 500
+            return fault(self._result) == 500
         return self._result is not None and self._result.outcome is ExchangeOutcome.BROKEN
 
     async def ends(self) -> None:
@@ -364,5 +362,5 @@ class ConcurrentPrefill:
         """Waits for its whole answer, and cancels the scope if that is a failure."""
         if self._result is None:
             self._result = await self._exchange.begins() or self._exchange.ending()
-        if isinstance(self._result, Ending) or self._fault(self._result) is not None:
+        if isinstance(self._result, Ending) or fault(self._result) is not None:
             scope.cancel()
