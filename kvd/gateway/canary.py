@@ -11,6 +11,7 @@ without a sign. The text is new each time, as engines publish nothing for blocks
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -35,6 +36,9 @@ ANSWER_BYTES = 256 * 1024  # bytes of an engine's answer to one question
 
 SCANNER = BodyScanner({"token_ids": "u32"})
 
+# Posts members to a path of an engine; returns its answer, None if it does not succeed in time.
+Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
 
 class Canary:
     """Asks engines to prove that their tokens and their events agree."""
@@ -54,14 +58,13 @@ class Canary:
         if not facts.events or facts.role is not None:
             return None
         ask = partial(self._ask, engine, authority, key)
-        agrees: bool | None = None
         for _ in range(TRIES):
             agrees = await self._try(ask, record, facts)
             if agrees is not False:
-                break
-        return agrees
+                return agrees
+        return False
 
-    async def _try(self, ask: Any, record: WorkerRecord, facts: Facts) -> bool | None:
+    async def _try(self, ask: Ask, record: WorkerRecord, facts: Facts) -> bool | None:
         model, size = facts.models[0].name, facts.block_size
         count = BLOCKS * size + 1  # the last token is always computed
         if not await self._heard(record) or count > MAX_TOKENS:
@@ -72,10 +75,8 @@ class Canary:
         if not isinstance(ids, list) or len(ids) < count:
             return None
         prompt = ids[:count]
-        if (
-            await ask("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 1})
-            is None
-        ):
+        request = {"model": model, "prompt": prompt, "max_tokens": 1}
+        if await ask("/v1/completions", request) is None:
             return None
         body = json.dumps({"token_ids": prompt}).encode()
         return await self._seen(record, size, body)
@@ -113,7 +114,7 @@ class Canary:
     async def _ask(
         self, engine: int, authority: bytes, key: bytes, path: str, members: dict[str, Any]
     ) -> Any:
-        """Returns an engine's answer, None if it does not answer in time and with success."""
+        """Returns an engine's answer as `Ask` describes it."""
         body = json.dumps(members).encode()
         head = own_head("POST", path, authority, len(body), key)
         with trio.move_on_after(ANSWER_S):
