@@ -63,7 +63,7 @@ class Tuning:
         no workers, and ValueError as Settings does; nothing has changed then.
         """
         self._check(key)
-        self._change(key, changes, whole)
+        self._change(key, changes, dropped=whole)
 
     def set_ahead(self, key: TuningKey, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Changes settings of a key that may not have had workers yet; returns the changes.
@@ -74,20 +74,16 @@ class Tuning:
         own = self._changes.get(key, {})
         if changes.keys() & own.keys():
             raise Conflict(f"{key[0]}: a client has set it already")
-        self._change(key, changes, ())
+        self._change(key, changes)
         return changes
 
     def replace(self, key: TuningKey, names: Iterable[str], changes: Mapping[str, Any]) -> None:
         """Makes these changes for a key, and takes back other changes of `names`.
 
-        Raises ValueError as Settings does.
-
-        The caller bounds the number of keys.
+        Raises ValueError as Settings does; nothing has changed then. The caller bounds the number
+        of keys.
         """
-        self._settings.replace(**changes)
-        left = set(names) - changes.keys()
-        self._change(key, changes, tuple(left))
-        self.take_back(key, left)
+        self._change(key, changes, dropped=names)
 
     def has_changes(self, key: PartitionKey) -> bool:
         """Returns whether any settings of a model and tenant are changed."""
@@ -100,19 +96,19 @@ class Tuning:
 
     def take_back(self, key: TuningKey, names: Iterable[str]) -> None:
         """Takes back a key's changes of these names; the key may have no workers."""
-        changes = self._changes.get(key, {})
-        for name in names:
-            changes.pop(name, None)
-        if not changes:
-            self._changes.pop(key, None)
-        self._apply(key[0])
+        self._change(key, {}, dropped=names)
 
-    def _change(self, key: TuningKey, changes: Mapping[str, Any], whole: tuple[str, ...]) -> None:
+    def _change(
+        self, key: TuningKey, changes: Mapping[str, Any], dropped: Iterable[str] = ()
+    ) -> None:
+        """Drops a key's changes of some names, then makes others; checks these first."""
         self._settings.replace(**changes)
-        own = self._changes.setdefault(key, {})
-        for name in whole:
+        own = self._changes.pop(key, {})
+        for name in dropped:
             own.pop(name, None)
         own.update(changes)
+        if own:
+            self._changes[key] = own
         self._apply(key[0])
 
     def forget(self, key: TuningKey, names: tuple[str, ...]) -> None:
