@@ -208,32 +208,27 @@ class Speeds:
         key, *ids = rank
         candidates = self._candidates.get(key)
         number = None if candidates is None else candidates.ledger.rank_of(*ids)
-        return (
-            1
-            if candidates is None or number is None
-            else max(1, candidates.ledger.load(number).requests)
-        )
+        if candidates is None or number is None:
+            return 1
+        return max(1, candidates.ledger.load(number).requests)
 
     def _end(self, moment: Moment) -> None:
         seen = self._observed.pop(moment.request_id, None)
-        if seen is None or seen.complete_at is None or moment.live is None:
-            return
         candidates = self._candidates.get(moment.key)
-        tokens = moment.live.output_blocks * (
-            0 if candidates is None else candidates.ledger_block_size or 0
-        )
-        if tokens:
-            step_s = (moment.time - seen.complete_at) / tokens
-            self._lines_of(seen.rank).decode.add(seen.requests, step_s, moment.time)
+        if seen is not None and moment.live is not None and candidates is not None:
+            tokens = moment.live.output_blocks * (candidates.ledger_block_size or 0)
+            self._note_output(seen, tokens, moment.time)
 
     def note_output(self, request_id: str, tokens: int) -> None:
         """Observes an output's length, which the caller reports before it frees the request."""
         seen = self._observed.get(request_id)
-        if seen is None or seen.complete_at is None or tokens <= 0:
-            return
-        now = self._clock()
-        step_s = (now - seen.complete_at) / tokens
-        self._lines_of(seen.rank).decode.add(seen.requests, step_s, now)
+        if seen is not None:
+            self._note_output(seen, tokens, self._clock())
+
+    def _note_output(self, seen: _Observed, tokens: int, now: float) -> None:
+        if seen.complete_at is not None and tokens > 0:
+            step_s = (now - seen.complete_at) / tokens
+            self._lines_of(seen.rank).decode.add(seen.requests, step_s, now)
 
     def expected_of(self, request_id: str) -> float | None:
         """Returns the expected seconds to an observed request's first token, None if unknown."""
@@ -289,5 +284,4 @@ class Speeds:
     def _is_there(self, rank: Rank) -> bool:
         key, worker_id, dp_rank = rank
         candidates = self._candidates.get(key)
-        record = None if candidates is None else candidates.workers.get(worker_id)
-        return record is not None and dp_rank in record.ranks
+        return candidates is not None and candidates.has_rank(worker_id, dp_rank)

@@ -56,10 +56,9 @@ class Streams:
         candidates = self._candidates.get(key.partition)
         if candidates is None or not isinstance(key.instance_id, int):
             return
-        record = candidates.workers.get(key.instance_id)
-        if record is None or key.dp_rank not in record.ranks:
-            return
         rank = key.instance_id, key.dp_rank
+        if not candidates.has_rank(*rank):
+            return
         before = candidates.absent.get(rank)
         after = self._absence(self._registry.find_listener(key), before)
         candidates.note_absence(rank, after)
