@@ -119,7 +119,7 @@ class Affinity:
             self.leases[reservation_id] = key, binding
 
     def _publish(self, key: Key, binding: Binding, reservation_id: str | None = None) -> None:
-        bound = Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
+        bound = _bound(key, binding)
         self.bindings.notify(bound)
         self._record(bound, self._clock(), reservation_id)
 
@@ -132,17 +132,16 @@ class Affinity:
     def bound(self) -> Iterator[Bound]:
         """Yields all sessions that are bound now; bindings may change between two yields."""
         for key, binding, _ in self.sessions.listed(self._clock()):
-            yield Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
+            yield _bound(key, binding)
 
     def export(self) -> Iterator[None]:
         """Records all sessions and leases in the journal; yields after each."""
         for key, binding, at in self.sessions.listed(self._clock()):
-            self._record(Bound(*key, binding.worker_id, binding.dp_rank, binding.version), at)
+            self._record(_bound(key, binding), at)
             yield
         for reservation_id, (key, binding) in list(self.leases.items()):
             if reservation_id in self.leases:
-                bound = Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
-                self._record(bound, self._clock(), reservation_id)
+                self._record(_bound(key, binding), self._clock(), reservation_id)
             yield
 
 
@@ -151,6 +150,10 @@ def _key(ask: SelectRequest) -> Key | None:
     if ask.session_id is None or pinned or ask.affinity is not None:
         return None
     return ask.key, ask.session_id
+
+
+def _bound(key: Key, binding: Binding) -> Bound:
+    return Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
 
 
 def _is_ruled_out(candidates: Candidates, ask: SelectRequest, binding: Binding) -> bool:
