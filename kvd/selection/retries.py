@@ -56,12 +56,12 @@ class Retries:
         answered.receipt.clients += 1
         return answered
 
-    def rest(self, retry: Retry | None) -> str | None:
+    def rest(self, retry: Retry) -> str | None:
         """Returns the id of what is left of this request's ended booking, as `Receipt.left`."""
-        known = None if retry is None else self._answers.get(retry.name)
-        if retry is None or known is None or known[0] != retry.content:
+        content, answered = self._answers.get(retry.name, (None, None))
+        if answered is None or content != retry.content:
             return None
-        receipt = known[1].receipt
+        receipt = answered.receipt
         assert receipt is not None
         return None if receipt.lives() else receipt.left()
 
