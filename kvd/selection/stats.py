@@ -36,6 +36,8 @@ class SelectionOutcome(IntEnum):
 # Phases in the order in which the core counts them. Choices have all but the last.
 PHASES = (None, Phase.PREFILL, Phase.DECODE, Phase.BOTH)
 POSITIONS = {phase: position for position, phase in enumerate(PHASES)}
+# Positions of the phases for which ranks are chosen by what they cache.
+CACHING = (POSITIONS[None], POSITIONS[Phase.PREFILL])
 
 
 class Unserved(Unavailable):

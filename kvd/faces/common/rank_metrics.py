@@ -21,7 +21,7 @@ def rank_families(
     for number, (key, ledger, worker_id, dp_rank) in enumerate(ranks, 1):
         rank = ledger.rank_of(worker_id, dp_rank)
         if rank is not None:  # None: removed while the scrape paused at a `yield None`
-            loads.append((_labels(key, worker_id, dp_rank), ledger.load(rank)))
+            loads.append((rank_labels(key, worker_id, dp_rank), ledger.load(rank)))
         if number % BREATH == 0:
             yield None
     help = "Number of prompt tokens that a rank has yet to process"
@@ -35,7 +35,8 @@ def rank_families(
     yield Family(requests_name, "gauge", help, requests)
 
 
-def _labels(key: PartitionKey, worker_id: int, dp_rank: int) -> Labels:
+def rank_labels(key: PartitionKey, worker_id: int, dp_rank: int) -> Labels:
+    """Returns the labels of a metric of one rank."""
     return (
         ("model_name", key.model_name),
         ("tenant_id", key.tenant_id),

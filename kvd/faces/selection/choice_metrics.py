@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from kvd.faces.common.rank_metrics import rank_families
 from kvd.selection.options import RouterMode
 from kvd.selection.service import Selections
-from kvd.selection.stats import PHASES, SelectionOutcome
+from kvd.selection.stats import CACHING, PHASES, SelectionOutcome
 from kvd.telemetry.metrics import (
     BUCKETS,
     Family,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 MODE_NAMES = {mode.core: str(mode) for mode in RouterMode}
 PHASE_NAMES = tuple("whole" if phase is None else str(phase) for phase in PHASES)
-CACHING = (0, 1)  # phases for which ranks are chosen by what they cache: whole, prefill
 SELECT_PATHS = ("/select", "/select_and_reserve")
 
 Key = Literal[

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvd.faces.common.rank_metrics import rank_labels
 from kvd.selection.regret import Account, Rank
 from kvd.selection.service import Selections
-from kvd.telemetry.metrics import BREATH, Family, Labels, by_label, counter
+from kvd.telemetry.metrics import BREATH, Family, by_label, counter
 
 
 def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family | None]:
@@ -32,7 +33,7 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family |
     found = []
     for number, rank in enumerate(ranks, 1):
         if speed := speeds.prefill(rank):  # may fit the rank's line anew, hence the pauses
-            found.append((_labels(rank), speed))
+            found.append((rank_labels(*rank), speed))
         if number % BREATH == 0:
             yield None
     help = "Prompt tokens a second that a rank computes, as learned or given"
@@ -65,15 +66,5 @@ SUMS = (
 
 def _accounts(accounts: list[tuple[Rank, Account]]) -> Iterator[Family]:
     for attribute, name, help in SUMS:
-        rows = [("", _labels(rank), getattr(account, attribute)) for rank, account in accounts]
+        rows = [("", rank_labels(*rank), getattr(account, attribute)) for rank, account in accounts]
         yield Family(f"kvd_selection_{name}_total", "counter", help, rows)
-
-
-def _labels(rank: Rank) -> Labels:
-    key, worker_id, dp_rank = rank
-    return (
-        ("model_name", key.model_name),
-        ("tenant_id", key.tenant_id),
-        ("worker_id", str(worker_id)),
-        ("dp_rank", str(dp_rank)),
-    )

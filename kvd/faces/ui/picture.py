@@ -26,6 +26,7 @@ from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publisher, Publishers
 from kvd.index.registry import Registry
 from kvd.selection.service import Selections
+from kvd.selection.stats import CACHING
 from kvd.slots.live_requests import LedgerOwner
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import BREATH, RequestMetrics
@@ -35,7 +36,6 @@ MAX_MODELS = 64  # models and tenants shown, 0.3 kB each
 MAX_DOUBTFUL = 64  # streams listed because they are not exact, 0.5 kB each
 MAX_PICTURES = 8  # pictures written at a time, some 100 kB each at most
 SLICE_RANKS = 16  # rows of ranks between two checkpoints: 1 ms
-CACHING = (0, 1)  # phases for which ranks are chosen by what they cache: whole, prefill
 OWN_PATHS = frozenset({PICTURE_PATH, BRANCHES_PATH})  # not counted: they only show the others
 
 
