@@ -28,6 +28,8 @@ MAX_RETRY_KEY_BYTES = 255
 TENANT = ("tenant_id", "routing_group")  # the documented name and the newer one
 PARTITION_MEMBERS = ("model_name", *TENANT)
 
+OK = b'{"status":"ok"}'  # the answer to a change, where nothing else is to be said
+
 Members = dict[str, Any]
 
 

@@ -12,12 +12,12 @@ declaration.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
 
 from kvd._version import VERSION
+from kvd.faces.common.bodies import render
 from kvd.faces.common.schemas import DOCUMENT_PATH, Description, Operation, Schema
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
@@ -50,7 +50,7 @@ def with_document(
         return Response(200, text)
 
     every = (*routes, Route("GET", DOCUMENT_PATH, show))
-    text = json.dumps(document(name, every, description), separators=(",", ":")).encode()
+    text = render(document(name, every, description))
     return every
 
 

@@ -11,8 +11,6 @@ from kvd.http.routes import Route, Scope
 from kvd.replica_sync.replicas import Replicas
 from kvd_core.json.scan import BodyScanner
 
-OK = b'{"status":"ok"}'
-
 REGISTERED = ("endpoint", "curve_server_key")
 PEER = BodyScanner({}, REGISTERED)
 
@@ -47,7 +45,7 @@ def routes(replicas: Replicas) -> tuple[Route, ...]:
 def register_peer(replicas: Replicas, request: Request) -> Response:
     """Answers 201 for a new replica, 200 for a known one."""
     new = replicas.register(*read_peer(request.body))
-    return Response(201 if new else 200, OK)
+    return Response(201 if new else 200, bodies.OK)
 
 
 def read_peer(body: bytes) -> Peer:
@@ -59,7 +57,7 @@ def read_peer(body: bytes) -> Peer:
 
 async def deregister_peer(replicas: Replicas, request: Request) -> Response:
     await replicas.deregister(bodies.text(bodies.scan(PEER, request.body), "endpoint"))
-    return Response(200, OK)
+    return Response(200, bodies.OK)
 
 
 def list_peers(replicas: Replicas, request: Request) -> Response:

@@ -29,8 +29,6 @@ from kvd.telemetry.stretches import DUMP
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd_core.json.scan import BodyScanner
 
-OK = b'{"status":"ok"}'
-
 SALT = ("additional_salt", "additionalsalt")
 
 KEPT = ("endpoint", "replay_endpoint")
@@ -121,7 +119,7 @@ class RegisteredRank:
 
 def register(registry: Registry, request: Request) -> Response:
     read_rank(request.body).register(registry)
-    return Response(201, OK)
+    return Response(201, bodies.OK)
 
 
 def read_rank(body: bytes) -> RegisteredRank:
@@ -160,18 +158,18 @@ async def unregister(registry: Registry, request: Request) -> Response:
         _optional_tenant(members),
         bodies.optional_uint(members, "dp_rank", bodies.U32_MAX),
     )
-    return Response(200, OK)
+    return Response(200, bodies.OK)
 
 
 async def pause_listener(registry: Registry, request: Request) -> Response:
     """Makes a rank's stream lose all batches that are published until it is resumed."""
     await registry.pause(*_rank(request))
-    return Response(200, OK)
+    return Response(200, bodies.OK)
 
 
 def resume_listener(registry: Registry, request: Request) -> Response:
     registry.resume(*_rank(request))
-    return Response(200, OK)
+    return Response(200, bodies.OK)
 
 
 def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
@@ -187,9 +185,7 @@ def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
 
 async def workers(state: State, registry: Registry, request: Request) -> Response:
     """Lists the instances, of all models and tenants or of those that the query names."""
-    wanted = bodies.parameters(request)
-    model_name = wanted.get("model_name")
-    tenant_id = bodies.alias(wanted, *bodies.TENANT)
+    model_name, tenant_id = bodies.filters(request)
     instances = [
         (state.partitions[partition], ranks)
         for (partition, _), ranks in by_instance(registry.owned_by(INDEXER)).items()
@@ -214,12 +210,12 @@ def dump(state: State, request: Request) -> Response:
 
 def register_peer(peers: Peers, request: Request) -> Response:
     peers.add(bodies.bounded(bodies.text(bodies.scan(PEER, request.body), "url"), "url"))
-    return Response(201, OK)
+    return Response(201, bodies.OK)
 
 
 def deregister_peer(peers: Peers, request: Request) -> Response:
     peers.remove(bodies.text(bodies.scan(PEER, request.body), "url"))
-    return Response(200, OK)
+    return Response(200, bodies.OK)
 
 
 def list_peers(peers: Peers, request: Request) -> Response:

@@ -16,6 +16,7 @@ from kvd.faces.selection.members import (
     number,
     optional_number,
     optional_object,
+    optional_seconds,
     phase_of,
     policy_of,
     texts,
@@ -85,18 +86,8 @@ def request_of(
         advisory=advisory,
         session_id=_session(selections, members, session_id),
         expected_ttft=optional_flag(members, "expected_ttft"),
-        slo_ttft_s=_slo(members),
+        slo_ttft_s=optional_seconds(members, "slo_ttft_ms"),
     )
-
-
-def _slo(members: bodies.Members) -> float | None:
-    """Returns the longest time to the first token that a request allows, in seconds."""
-    if members.get("slo_ttft_ms") is None:
-        return None
-    limit_ms = number(members, "slo_ttft_ms")
-    if not 0.0 < limit_ms < math.inf:
-        raise BadRequest("slo_ttft_ms must be above 0")
-    return limit_ms / 1000.0
 
 
 def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None:

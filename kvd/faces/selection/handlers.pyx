@@ -97,7 +97,7 @@ cdef uint64_t U32_MAX = 0xffffffff
 cdef int N_SELECT_FIELDS = len(SELECT_FIELDS)
 cdef str MODEL = DEFAULT_MODEL
 
-cdef bytes OK = b'{"status":"ok"}'
+cdef bytes OK = bodies.OK
 
 
 cdef class PromptReader(BodyReader):

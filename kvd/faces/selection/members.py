@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from kvd.errors import Invalid
+from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
 from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
@@ -21,8 +22,6 @@ from kvd.selection.worker_record import DEFAULT_MODEL
 from kvd.slots.live_requests import Receipt
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.settings import Settings
-
-OK = b'{"status":"ok"}'
 
 
 def partition_key(members: bodies.Members) -> PartitionKey:
@@ -66,6 +65,16 @@ def optional_object(members: bodies.Members, name: str) -> bodies.Members | None
 
 def optional_number(members: bodies.Members, name: str) -> float:
     return 0.0 if members.get(name) is None else number(members, name)
+
+
+def optional_seconds(members: bodies.Members, name: str) -> float | None:
+    """Returns a time that is given in milliseconds; None when the member is absent or null."""
+    if members.get(name) is None:
+        return None
+    milliseconds = number(members, name)
+    if not 0.0 < milliseconds < math.inf:
+        raise BadRequest(f"{name} must be above 0")
+    return milliseconds / 1000.0
 
 
 def retry_of(request: Request, reservation_id: str | None) -> Retry | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
-from kvd.faces.selection.members import OK, number
+from kvd.faces.selection.members import optional_seconds
 from kvd.http.messages import Request, Response
 from kvd.selection.regret import Account
 from kvd.selection.service import Selections
@@ -26,7 +25,7 @@ def report(request: Request, *, selections: Selections) -> Response:
     cached = bodies.optional_uint(members, "cached_tokens", MAX_ISL_TOKENS)
     prompt = bodies.optional_uint(members, "prompt_tokens", MAX_ISL_TOKENS)
     output = bodies.optional_uint(members, "output_tokens", bodies.U32_MAX)
-    ttft_s = _seconds(members)
+    ttft_s = optional_seconds(members, "ttft_ms")
     if cached is not None:
         if prompt is None:
             raise BadRequest("cached_tokens requires prompt_tokens")
@@ -38,16 +37,7 @@ def report(request: Request, *, selections: Selections) -> Response:
         selections.speeds.note_output(reservation_id, output)
     if ttft_s is not None:
         selections.regret.note_ttft(rank, selections.speeds.expected_of(reservation_id), ttft_s)
-    return Response(200, OK)
-
-
-def _seconds(members: bodies.Members) -> float | None:
-    if members.get("ttft_ms") is None:
-        return None
-    ttft_ms = number(members, "ttft_ms")
-    if not 0.0 < ttft_ms < math.inf:
-        raise BadRequest("ttft_ms must be above 0")
-    return ttft_ms / 1000.0
+    return Response(200, bodies.OK)
 
 
 def list_regret(request: Request, *, selections: Selections) -> Response:

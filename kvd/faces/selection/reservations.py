@@ -7,7 +7,6 @@ from kvd.faces.common import bodies
 from kvd.faces.selection.choosing import settings_of
 from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
 from kvd.faces.selection.members import (
-    OK,
     booked,
     bounded_id,
     number,
@@ -117,4 +116,4 @@ def output_block(request: Request, *, selections: Selections) -> Response:
             if not 0 <= fraction <= 1:
                 raise BadRequest("decay_fraction must be from 0 to 1")
     selections.reservations.output_block(bodies.segment(request), fraction)
-    return Response(200, OK)
+    return Response(200, bodies.OK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import health_route
 from kvd.faces.selection import regret, reservations, tuning, workers
 from kvd.faces.selection.handlers import (
@@ -14,7 +15,6 @@ from kvd.faces.selection.handlers import (
     PrefillCompleteHandler,
     SelectHandler,
 )
-from kvd.faces.selection.members import OK
 from kvd.http.limits import DEFAULT_BODY_LIMIT, LONG_BODY_LIMIT
 from kvd.http.routes import Handler, Route, Scope
 from kvd.selection.service import Selections
@@ -26,7 +26,7 @@ def selection_routes(
     """Returns the face's routes over the daemon's selections; `shared` is a part of /ready."""
     bound = partial(partial, selections=selections)
     return (
-        health_route(OK),
+        health_route(bodies.OK),
         Route("GET", "/ready", bound(workers.ready, shared=shared), True, scope=Scope.OPEN),
         Route("GET", "/workers", bound(workers.list_workers), hot=True),
         _admin("POST", "/workers", bound(workers.post_worker), LONG_BODY_LIMIT),

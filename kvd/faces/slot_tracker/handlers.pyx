@@ -37,7 +37,7 @@ STEP = (*PARTITION_MEMBERS, "request_id")
 cdef uint64_t U64_MAX = 0xffffffffffffffff
 cdef uint64_t U32_MAX = 0xffffffff
 
-cdef bytes OK = b'{"status":"ok"}'
+cdef bytes OK = bodies.OK
 
 
 cdef class SlotHandler(HotHandler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -24,8 +23,6 @@ from kvd.http.routes import Route, Scope
 from kvd.model import PartitionKey
 from kvd.slots.trackers import SlotTrackers, Tracker, WorkerRow
 from kvd_core.json.scan import BodyScanner
-
-OK = b'{"status":"ok"}'
 
 # Workers in a list that are written between two checkpoints: at most about 1 ms.
 SLICE_ROWS = 128
@@ -79,7 +76,7 @@ async def register(slots: SlotTrackers, request: Request) -> Response:
     worker = read_worker(request.body)
     await slots.settled(worker.key)
     slots.register(*worker)
-    return Response(201, OK)
+    return Response(201, bodies.OK)
 
 
 def read_worker(body: bytes) -> RegisteredWorker:
@@ -98,7 +95,7 @@ async def unregister(slots: SlotTrackers, request: Request) -> Response:
     members = bodies.scan(UNREGISTER, request.body)
     worker_id = bodies.uint(members, "worker_id", bodies.U64_MAX)
     await slots.unregister(_partition_key(members), worker_id)
-    return Response(200, OK)
+    return Response(200, bodies.OK)
 
 
 async def workers(slots: SlotTrackers, request: Request) -> Response:
@@ -118,7 +115,7 @@ def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:
             "dp_start": row.ranks.start,
             "dp_size": len(row.ranks),
         }
-        yield separator + json.dumps(shown, separators=(",", ":")).encode()
+        yield separator + bodies.render(shown)
         separator = b","
         if number % SLICE_ROWS == 0:
             yield b""
