@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from kvd.http.options import UnixRights
-from kvd.platform.descriptors import bound_tcp
+from kvd.platform.sockets import listening_tcp
 
 # Connections that wait to be accepted: a fleet reconnects at once. The kernel caps it at
 # net.core.somaxconn.
@@ -96,13 +96,8 @@ def split_host_port(bind: str) -> tuple[str, int]:
 
 def _open_tcp(family: int, address: _Address, bind: str, *, shared: bool = False) -> socket.socket:
     try:
-        sock = bound_tcp(family, address, shared=shared)
+        return listening_tcp(family, address, BACKLOG, shared=shared)
     except OSError as error:
-        raise _explained(error, bind) from None
-    try:
-        return _listening(sock)
-    except OSError as error:
-        sock.close()
         raise _explained(error, bind) from None
 
 
@@ -119,7 +114,8 @@ def _open_unix(path: str, rights: UnixRights) -> socket.socket:
             if group is not None:
                 _set_group(path, group)
             os.chmod(path, rights.mode)
-            _listening(sock)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
         except OSError as error:
             raise _explained(error, _UNIX_PREFIX + path) from None
         undone.pop_all()
@@ -163,12 +159,6 @@ def _set_group(path: str, group: int) -> None:
     except OSError as error:
         why = f"the socket cannot be given to group {group}: {error.strerror or error}"
         raise OSError(error.errno, why) from None
-
-
-def _listening(sock: socket.socket) -> socket.socket:
-    sock.listen(BACKLOG)
-    sock.setblocking(False)
-    return sock
 
 
 def _remove_stale(path: str) -> None:

@@ -14,7 +14,7 @@ import zmq
 from kvd.net.link import LinkOptions
 from kvd.net.zmq_link import NO_CURVE, socket_options
 from kvd.net.zsocket import ZSocket
-from kvd.platform.descriptors import bound_tcp
+from kvd.platform.sockets import listening_tcp
 from kvd.wire.hosts import bracketed
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ MAX_SUBSCRIPTION_BYTES = 4096  # longest frame of a subscriber; subscriptions on
 # Connections that wait to be accepted: all replicas may reconnect at the same moment. The kernel
 # caps it at somaxconn.
 BACKLOG = 1024
-
-Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # as getaddrinfo's
 
 
 async def open_publisher(
@@ -44,7 +42,7 @@ async def open_publisher(
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with ExitStack() as opened:
             listening = [
-                opened.enter_context(_listening(family, address))
+                opened.enter_context(listening_tcp(family, address, BACKLOG))
                 for family, address in sorted({(family, address) for family, *_, address in found})
             ]
             publisher = PubSocket(context, listening, options, curve)
@@ -116,14 +114,3 @@ def _options(options: LinkOptions) -> dict[int, int | bytes]:
         zmq.XPUB_NODROP: 1,
         zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES,
     }
-
-
-def _listening(family: int, address: Address) -> socket.socket:
-    sock = bound_tcp(family, address)
-    try:
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-        return sock
-    except OSError:
-        sock.close()
-        raise

@@ -12,9 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
-import socket
 import sys
-from typing import Any
 
 # Descriptors of a listener with CURVE, 4 seen in /proc/PID/fd: its SUB socket and the pair at its
 # monitor, the engine's connection, and one that libzmq has while it makes another. Without CURVE a
@@ -94,22 +92,3 @@ def waiting_within(limit: int) -> int:
 def _shared_out(limit: int) -> int:
     """Returns the descriptors for listeners and waiting selections: half of a low limit."""
     return limit - min(OTHER_DESCRIPTORS, limit // 2)
-
-
-def bound_tcp(family: int, address: Any, *, shared: bool = False) -> socket.socket:
-    """Returns a TCP socket of that family on that address, not listening yet; raises OSError.
-
-    Several `shared` sockets may have one address: each gets a part of its connections.
-    """
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock

@@ -1,0 +1,30 @@
+"""Opens listening TCP sockets, for servers and for publishers."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+
+def listening_tcp(
+    family: int, address: Any, backlog: int, *, shared: bool = False
+) -> socket.socket:
+    """Returns a non-blocking TCP socket that listens on an address; raises OSError.
+
+    At most `backlog` connections wait to be accepted. Several `shared` sockets may have one
+    address: each gets a part of its connections.
+    """
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # [::] beside 0.0.0.0
+        sock.bind(address)
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
