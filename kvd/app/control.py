@@ -1,7 +1,7 @@
 """Requests a reload of a running kvd and reports its outcome: both sides of `kvd reload`.
 
     kvd reload ── connects to the control socket ──> kvd serve: reads all files again
-               <── one line of JSON: a Verdict ──────
+               <── one line of JSON: a ReloadResult ─
 
 The socket is in the folder that the service manager makes for the service. Only the service's user
 and root may connect to it. So the daemon reads the files with its own rights and credentials, and
@@ -25,7 +25,7 @@ from kvd.http.options import UnixRights
 FOLDER_VARIABLE = "RUNTIME_DIRECTORY"  # systemd.exec(5): folders between colons
 NAME = "control"
 RIGHTS = UnixRights(0o600)
-RECEIVE_BYTES = 64 * 1024  # bytes of a verdict read at once; a verdict is shorter
+RECEIVE_BYTES = 64 * 1024  # bytes of a result read at once; a result is shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,15 @@ class ReloadResult:
     refused: str | None = None  # why nothing has changed
 
 
+def folder(environ: Mapping[str, str]) -> str | None:
+    """Returns the folder that a service manager has made for the service, None without one."""
+    return environ.get(FOLDER_VARIABLE, "").partition(":")[0] or None
+
+
 def path(environ: Mapping[str, str]) -> str | None:
     """Returns the path of the control socket; None unless a service manager names its folder."""
-    folder = environ.get(FOLDER_VARIABLE, "").partition(":")[0]
-    return f"{folder}/{NAME}" if folder else None
+    named = folder(environ)
+    return None if named is None else f"{named}/{NAME}"
 
 
 async def listen(path: str) -> socket.socket:
@@ -57,9 +62,9 @@ async def answer(sock: socket.socket, reload: Callable[[], Awaitable[ReloadResul
 
     async def one(stream: trio.SocketStream) -> None:
         async with stream:
-            verdict = await reload()
+            result = await reload()
             with suppress(trio.BrokenResourceError):  # the client has not waited
-                await stream.send_all(json.dumps(asdict(verdict)).encode())
+                await stream.send_all(json.dumps(asdict(result)).encode())
 
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
     await trio.serve_listeners(one, [listener])

@@ -24,7 +24,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
-from kvd.app import daemon
+from kvd.app import control, daemon
 from kvd.app.control import FOLDER_VARIABLE
 from kvd.app.reloading import is_reloadable
 from kvd.app.stopping import EXIT_SECOND_SIGNAL
@@ -88,7 +88,7 @@ def run(config: Config, reader: ConfigReader) -> int:
         passed = activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
-    folder = tempfile.mkdtemp(prefix="kvd-", dir=_runtime_folder())
+    folder = tempfile.mkdtemp(prefix="kvd-", dir=control.folder(os.environ))
     opened = ExitStack()
     try:
         opened.enter_context(closing(passed))
@@ -98,10 +98,6 @@ def run(config: Config, reader: ConfigReader) -> int:
         if os.getpid() == parent:  # a child returns through here as well
             opened.close()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _runtime_folder() -> str | None:
-    return os.environ.get(FOLDER_VARIABLE, "").partition(":")[0] or None
 
 
 class _Supervisor:
