@@ -183,16 +183,11 @@ class ApiServer:
         """Yields the families of requests, connections, refusals and the process's memory."""
         yield from self.requests.families()
         yield from memory_families()
-        yield from self._refusal_families()
+        help = "Number of requests refused as unauthorized, by reason"
+        refused = self._context.authorizer.refused
+        yield by_label("kvd_http_refusals_total", "counter", help, "reason", refused)
         for families in self._front_families:
             yield from families()
-
-    def _refusal_families(self) -> Iterator[Family]:
-        name, help = (
-            "kvd_http_refusals_total",
-            "Number of requests refused as unauthorized, by reason",
-        )
-        yield by_label(name, "counter", help, "reason", self._context.authorizer.refused)
 
 
 async def _open(

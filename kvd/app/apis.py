@@ -332,7 +332,7 @@ class Apis:
             self.conductor: ("conductor", ConductorTarget(known.publishers)),
             self.gateway: ("upstream", UpstreamTarget(known.gateway.upstreams)),
         }
-        found = dict(targets[face] for face in self.served if face in targets)
+        found = dict(targets[face] for face in self.served)
         if "selection" in found:
             found["policy"] = PolicyTarget(known.selections.tuning)
         if known.replicas.are_on:
