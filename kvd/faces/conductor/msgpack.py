@@ -279,9 +279,10 @@ def _hash_profile(name: str, value: Value) -> Members:
 
 
 def _is_seed(seed: str | None) -> bool:
-    if seed is None or seed == "random":
-        return seed is not None
-    return seed.isascii() and seed.isdigit() and len(seed) <= 10 and int(seed) <= U32_MAX
+    if seed is None:
+        return False
+    is_number = seed.isascii() and seed.isdigit() and len(seed) <= 10 and int(seed) <= U32_MAX
+    return is_number or seed == "random"
 
 
 def _root_digest(algorithm: str, seed: str) -> str:

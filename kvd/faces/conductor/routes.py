@@ -16,6 +16,7 @@ from kvd.faces.conductor.listings import global_view, services
 from kvd.faces.conductor.members import (
     MODEL,
     SALT,
+    Topic,
     alias,
     checked,
     detailed,
@@ -34,7 +35,7 @@ from kvd.http.hot import HotHandler
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Handler, Route, Scope
-from kvd.index.partitions import State
+from kvd.index.partitions import Partition, State
 from kvd.index.publishers import EVERY_INSTANCE, Described, Narrowing, Publishers
 from kvd.model import DEFAULT_TENANT
 from kvd.wire.curve import check_server_key
@@ -115,11 +116,8 @@ def _admin(path: str, handler: Handler) -> Route:
 def _packed_query(state: State, request: Request) -> Response:
     """Answers a question about token ids in msgpack."""
     topic, tokens = packed.read_question(request.body, "token_ids", 4)
-    partition = None if topic is None else state.sized.get(topic[:3])
-    if topic is None:
-        return packed.rows(())
-    if partition is None:
-        state.served.check(topic[:2])
+    partition = _partition_of(state, topic)
+    if topic is None or partition is None:
         return packed.rows(())
     asked = topic.lora_name, topic.cache_salt, topic.instance
     return packed.rows(partition.conductor.tiers_of_tokens(tokens, *asked))
@@ -128,15 +126,22 @@ def _packed_query(state: State, request: Request) -> Response:
 async def _packed_query_by_hash(state: State, sequence: Sequence, request: Request) -> Response:
     """Answers a question about sequence hashes in msgpack."""
     topic, hashes = packed.read_question(request.body, "seq_hashes", 8)
-    partition = None if topic is None else state.sized.get(topic[:3])
-    if topic is None:
-        return packed.rows(())
-    if partition is None:
-        state.served.check(topic[:2])
+    partition = _partition_of(state, topic)
+    if topic is None or partition is None:
         return packed.rows(())
     await sequence(partition.conductor)
     asked = topic.lora_name, topic.cache_salt, topic.instance
     return packed.rows(partition.conductor.tiers_of_hashes(hashes, *asked))
+
+
+def _partition_of(state: State, topic: Topic | None) -> Partition | None:
+    """Returns the partition that can answer a question; raises Misdirected."""
+    if topic is None:
+        return None
+    partition = state.sized.get(topic[:3])
+    if partition is None:
+        state.served.check(topic[:2])
+    return partition
 
 
 async def _make_sequences(making: trio.Lock, conductor: Conductor) -> None:
