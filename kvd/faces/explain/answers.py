@@ -75,8 +75,8 @@ class ExplanationWriter:
             "temperature": members["temperature"],
             "unit": UNITS.get(weighed.basis, unit),
             "refusal": refusal,
-            "chosen": self._named(weighed, first[:1], by_position, first[:1]),
-            "runner_up": self._named(weighed, first[1:2], by_position, first[:1]),
+            "chosen": self._named(weighed, first, 0, by_position),
+            "runner_up": self._named(weighed, first, 1, by_position),
             "candidates": [
                 self._candidate(weighed, at, by_position) for at in order[:MAX_CANDIDATES]
             ],
@@ -113,15 +113,19 @@ class ExplanationWriter:
         }
 
     def _named(
-        self, weighed: Weighed, at: list[int], chances: Mapping[int, Chance], best: list[int]
+        self, weighed: Weighed, order: list[int], number: int, chances: Mapping[int, Chance]
     ) -> dict[str, Any] | None:
-        """Returns a candidate, and by how much it costs more than the best one."""
-        if not at:
+        """Returns the candidate of a number in an order, None if the order is shorter.
+
+        `behind` is by how much it costs more than the first.
+        """
+        if len(order) <= number:
             return None
-        rank, least = weighed.ranks[at[0]], weighed.ranks[best[0]].cost
+        at = order[number]
+        rank, least = weighed.ranks[at], weighed.ranks[order[0]].cost
         return {
             **_rank_members(rank.row.worker_id, rank.row.dp_rank),
-            "chance": chances[at[0]].chance,
+            "chance": chances[at].chance,
             "cost": rank.cost,
             "behind": None if rank.cost is None or least is None else rank.cost - least,
         }

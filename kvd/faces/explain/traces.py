@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import trio
@@ -20,6 +21,8 @@ MAX_TENANTS = 16  # other tenants of the model that are searched
 GATHERED_S = 1.0  # changes of neighbouring blocks within this time are shown as one event
 
 TracedRank = tuple[int | str, int]  # worker id, dp rank
+
+_subject = attrgetter("kind", "worker_id", "dp_rank", "tiers")  # of an event
 
 
 class Elsewhere(NamedTuple):
@@ -133,9 +136,7 @@ def _gathered(happened: Iterable[Happened]) -> Iterator[Event]:
 
 def _joined(one: Event, two: Event) -> Event | None:
     """Returns two events as one, None if they cannot be joined."""
-    same = (one.kind, one.worker_id, one.dp_rank, one.tiers) == (
-        *(two.kind, two.worker_id, two.dp_rank, two.tiers),
-    )
+    same = _subject(one) == _subject(two)
     meet = one.begin in (two.begin, two.end) or one.end in (two.begin, two.end)
     if not same or not meet or one.begin == one.end or two.began_at - one.began_at > GATHERED_S:
         return None
