@@ -158,15 +158,16 @@ class SharedState:
         fault = str(_first(faults)) or type(_first(faults)).__name__
         if self._fleet.is_connected or fault != self._fault:
             log.warning("shared_state_lost", server=str(self._server.address), reason=fault)
-        self._losses += self._fleet.is_connected
-        self._fleet.is_connected = False
-        self._fault = fault
+        self._note_fault(fault)
 
     def _crashed(self, faults: BaseExceptionGroup[BaseException]) -> None:
         """Notes a bug, here or in the client: it costs the session; repetitions are not logged."""
         fault = repr(_first(faults))
         if fault != self._fault:
             log.exception("shared_state_crashed", server=str(self._server.address))
+        self._note_fault(fault)
+
+    def _note_fault(self, fault: str) -> None:
         self._losses += self._fleet.is_connected
         self._fleet.is_connected = False
         self._fault = fault
