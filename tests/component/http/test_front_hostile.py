@@ -13,7 +13,15 @@ from kvd.http.auth import AccessPolicy, Token
 from kvd.http.routes import Scope
 from tests.support.budget import scaled
 from tests.support.descriptors import open_descriptors
-from tests.support.serving import BIG, SOON, Client, Running, eventually, serving
+from tests.support.serving import (
+    BIG,
+    SOON,
+    TEST_SECONDS,
+    Client,
+    Running,
+    eventually,
+    serving,
+)
 
 pytestmark = pytest.mark.usefixtures("layers")
 
@@ -351,7 +359,10 @@ async def _send_anyway(client: Client, data: bytes) -> None:
 async def test_all_bodies_together_are_bounded() -> None:
     """The tasks of connections receive what has not come whole after a while, and count it."""
     size = 1_000_000
-    async with serving(bodies_bytes=1_100_000) as running, running.client() as first:
+    async with (  # the refused client may take long to send the rest of its body
+        serving(bodies_bytes=1_100_000, linger_s=TEST_SECONDS) as running,
+        running.client() as first,
+    ):
         head = (
             b"POST /query HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
