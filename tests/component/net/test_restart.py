@@ -36,13 +36,18 @@ class Engine:
         self.worker = publish()
         self.server = ReplayServer(context, three_frames)
         self.life = 0  # number of the process, in each of its batches
-        self.restarts = 0
+        self.losses = 0  # times that its connections were lost
 
     async def restart(self) -> None:
-        self.worker.close()
+        """Comes back as another process, without the batches of the one before."""
         self.server.buffer.clear()
         self.life += 1
-        self.restarts += 1
+        await self.lose_connections()
+
+    async def lose_connections(self) -> None:
+        """Closes its connections, and accepts others at the same address."""
+        self.worker.close()
+        self.losses += 1
         endpoint = self.worker.endpoint
         with trio.fail_after(NOT_MY_FAULT_S):
             while True:  # libzmq frees an address only some time after the close
@@ -92,8 +97,23 @@ async def listen(
     return listening
 
 
+async def hear(
+    engine: Engine,
+    context: zmq.Context,
+    nursery: trio.Nursery,
+    count: int,
+    replay: bool = True,
+    replayer: Replayer | None = None,
+) -> Listening:
+    """Listens to an engine; returns once its first `count` batches are applied."""
+    listening = await listen(engine, context, nursery, replay, replayer)
+    engine.send(*range(count))
+    await until(lambda: len(listening.applied) == count)
+    return listening
+
+
 async def lost_and_found(listening: Listening, engine: Engine) -> None:
-    await until(lambda: listening.listener.stats.losses == engine.restarts)
+    await until(lambda: listening.listener.stats.losses == engine.losses)
     await engine.worker.subscribed()
 
 
@@ -119,9 +139,7 @@ async def test_it_comes_back_and_says_nothing(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, kept: int
 ) -> None:
     """Its replay server has no batch from the last number on, so it is another engine."""
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
+    listening = await hear(engine, context, nursery, 58)
     await engine.restart()
     engine.keep(*range(kept))
     health = "exact" if kept else "recovering"
@@ -138,10 +156,8 @@ async def test_it_restarts_again_while_it_is_asked(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
     replayer = Replayer(context, HASTY, PATIENT)
-    listening = await listen(engine, context, nursery, replayer=replayer)
+    listening = await hear(engine, context, nursery, 5, replayer=replayer)
     stats = listening.listener.stats
-    engine.send(*range(5))
-    await until(lambda: len(listening.applied) == 5)
 
     async def ending(server: ReplayServer, start: int, reply: Callable[..., None]) -> None:
         if start:
@@ -170,12 +186,8 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, missed: int
 ) -> None:
     """It is the same engine, and a replay brings the batches published meanwhile."""
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
-    kept = dict(engine.server.buffer)
-    await engine.restart()
-    engine.life, engine.server.buffer = 0, kept
+    listening = await hear(engine, context, nursery, 58)
+    await engine.lose_connections()
     engine.keep(*range(58, 58 + missed))
     await until(
         lambda: (
@@ -189,9 +201,7 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
 async def test_who_does_not_answer_is_asked_again(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(3))
-    await until(lambda: len(listening.applied) == 3)
+    listening = await hear(engine, context, nursery, 3)
     engine.server.answer = silent
     await engine.restart()
     await until(lambda: len(engine.server.requests) == 2)
@@ -210,14 +220,9 @@ async def ask_in_vain(
     Returns when kvd has given the question up; later replays may take long.
     """
     replayer = Replayer(context, HASTY, SPARING)
-    listening = await listen(engine, context, nursery, replayer=replayer)
-    engine.send(*range(5))
-    await until(lambda: len(listening.applied) == 5)
-    kept = dict(engine.server.buffer)
+    listening = await hear(engine, context, nursery, 5, replayer=replayer)
     engine.server.answer = answer
-    await engine.restart()
-    if is_same:
-        engine.life, engine.server.buffer = 0, kept
+    await (engine.lose_connections() if is_same else engine.restart())
     await until(lambda: ended(listening) == ["silent"])
     replayer.set_options(PATIENT)
     return listening
@@ -281,12 +286,8 @@ async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
     """There are more of them than batches whose content is remembered."""
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(5))
-    await until(lambda: len(listening.applied) == 5)
-    kept = dict(engine.server.buffer)
-    await engine.restart()
-    engine.life, engine.server.buffer = 0, kept
+    listening = await hear(engine, context, nursery, 5)
+    await engine.lose_connections()
 
     async def speaking(server: ReplayServer, start: int, reply: Callable[..., None]) -> None:
         server.answer = three_frames
@@ -304,9 +305,7 @@ async def test_what_was_brought_and_comes_live_as_well_is_no_restart(
 async def test_it_begins_with_0(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, replay: bool
 ) -> None:
-    listening = await listen(engine, context, nursery, replay)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
+    listening = await hear(engine, context, nursery, 58, replay)
     await engine.restart()
     await lost_and_found(listening, engine)
     if replay:
@@ -325,9 +324,7 @@ async def test_it_is_heard_late(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
     """Batches that the new engine published before it was heard are replayed from 0."""
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
+    listening = await hear(engine, context, nursery, 58)
     await engine.restart()
     await lost_and_found(listening, engine)
     await until(lambda: ended(listening) == ["marker", "other_engine"])
@@ -343,9 +340,7 @@ async def test_it_has_come_as_far_as_the_old_one(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
 ) -> None:
     """No number goes back; only the replay shows that the last batch is a different one."""
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(5))
-    await until(lambda: len(listening.applied) == 5)
+    listening = await hear(engine, context, nursery, 5)
     await engine.restart()
     engine.keep(*range(first_heard))
     await lost_and_found(listening, engine)
@@ -358,12 +353,8 @@ async def test_it_has_come_as_far_as_the_old_one(
 async def test_a_lost_connection_is_no_restart(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery, first_heard: int
 ) -> None:
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(5))
-    await until(lambda: len(listening.applied) == 5)
-    kept = dict(engine.server.buffer)
-    await engine.restart()
-    engine.life, engine.server.buffer = 0, kept
+    listening = await hear(engine, context, nursery, 5)
+    await engine.lose_connections()
     engine.keep(*range(5, first_heard))
     await lost_and_found(listening, engine)
     engine.send(first_heard, first_heard + 1)
@@ -374,9 +365,7 @@ async def test_a_lost_connection_is_no_restart(
 async def test_behind_a_proxy_no_connection_is_lost(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
+    listening = await hear(engine, context, nursery, 58)
     engine.server.buffer.clear()
     engine.life = 1
     engine.send(0, 1, 2)
@@ -398,9 +387,7 @@ async def test_late_duplicates_are_no_restart(
 async def test_a_server_that_still_holds_the_old_engine_does_not_feed_the_new(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
+    listening = await hear(engine, context, nursery, 58)
     kept = dict(engine.server.buffer)
     await engine.restart()
     await lost_and_found(listening, engine)
@@ -415,9 +402,7 @@ async def test_a_server_that_still_holds_the_old_engine_does_not_feed_the_new(
 async def test_a_restart_without_a_server_degrades(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await listen(engine, context, nursery, replay=False)
-    engine.send(*range(58))
-    await until(lambda: len(listening.applied) == 58)
+    listening = await hear(engine, context, nursery, 58, replay=False)
     await engine.restart()
     await lost_and_found(listening, engine)
     engine.send(2)
