@@ -572,9 +572,8 @@ class Connection(Transport):
         return exchange.writer.persists
 
     async def _refuse(self, refusal: Refusal) -> None:
-        stats = self.shared.stats
         if counter := _REFUSAL_COUNTERS.get(refusal.status):
-            setattr(stats, counter, getattr(stats, counter) + 1)
+            self.shared.stats.count(counter)
         response = self._listener.failures.refused(refusal)
         assert isinstance(response.body, bytes)
         lines = self.shared.date_line + CLOSE_LINE

@@ -75,6 +75,10 @@ class HttpStats:
     handler_bugs: int = 0  # exceptions no handler should raise: answered 500
     bugs: int = 0  # exceptions in the server's own code
 
+    def count(self, name: str) -> None:
+        """Adds 1 to the count of this name."""
+        setattr(self, name, getattr(self, name) + 1)
+
 
 # The HELP of each number of HttpStats.
 STATS_HELP = {

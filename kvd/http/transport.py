@@ -191,12 +191,8 @@ class Transport:
             with trio.fail_after(seconds):
                 yield
         except trio.TooSlowError:
-            self._count(self.phase)
+            self.shared.stats.count(self.phase.value)
             raise
-
-    def _count(self, late: ConnectionPhase) -> None:
-        stats, name = self.shared.stats, late.value
-        setattr(stats, name, getattr(stats, name) + 1)
 
     def end_if_idle_for_long(self) -> None:
         """Ends a wait for a request after its limit, up to two ticks late, unless one has come."""
@@ -208,7 +204,8 @@ class Transport:
             and self.since + self.shared.tick + seconds <= self.shared.now
             and not self._unread()
         ):
-            self._count(ConnectionPhase.HEAD if new else ConnectionPhase.IDLE)
+            late = ConnectionPhase.HEAD if new else ConnectionPhase.IDLE
+            self.shared.stats.count(late.value)
             self.since = inf
             self._shut(socket.SHUT_RD)
 
