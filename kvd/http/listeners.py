@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from kvd.http.options import UnixRights
-from kvd.platform.sockets import listening_tcp
+from kvd.platform.sockets import distinct, listening_tcp
 
 # Connections that wait to be accepted: a fleet reconnects at once. The kernel caps it at
 # net.core.somaxconn.
@@ -47,7 +47,7 @@ async def open_listeners(bind: str, rights: UnixRights = OWN_RIGHTS) -> list[soc
     with contextlib.ExitStack() as opened:
         listeners = [
             opened.enter_context(_open_tcp(family, address, bind))
-            for family, address in sorted({(family, address) for family, *_, address in found})
+            for family, address in distinct(found)
         ]
         opened.pop_all()
     return listeners
@@ -72,7 +72,7 @@ def open_shared(
         raise _explained(error, bind) from None
     opened: list[list[socket.socket]] = [[] for _ in range(count)]
     with contextlib.ExitStack() as undone:
-        for family, address in sorted({(family, address) for family, *_, address in found}):
+        for family, address in distinct(found):
             # Unshared at first: this fails if a stranger shares the address, who would otherwise
             # get some of the connections.
             with _open_tcp(family, address, bind) as alone:

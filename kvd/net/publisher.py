@@ -14,7 +14,7 @@ import zmq
 from kvd.net.link import LinkOptions
 from kvd.net.zmq_link import NO_CURVE, socket_options
 from kvd.net.zsocket import ZSocket
-from kvd.platform.sockets import listening_tcp
+from kvd.platform.sockets import distinct, listening_tcp
 from kvd.wire.hosts import bracketed
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ async def open_publisher(
         with ExitStack() as opened:
             listening = [
                 opened.enter_context(listening_tcp(family, address, BACKLOG))
-                for family, address in sorted({(family, address) for family, *_, address in found})
+                for family, address in distinct(found)
             ]
             publisher = PubSocket(context, listening, options, curve)
             opened.pop_all()

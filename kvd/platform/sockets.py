@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from typing import Any
+
+
+def distinct(found: Iterable[tuple[int, int, int, str, Any]]) -> list[tuple[int, Any]]:
+    """Returns the families and addresses that getaddrinfo has found, each once, in order."""
+    return sorted({(family, address) for family, *_, address in found})
 
 
 def listening_tcp(
