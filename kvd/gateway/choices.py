@@ -199,9 +199,9 @@ class LocalChoices:
         if isinstance(reply, QueuedRequest):
             await in_task()
             waiting = selections.scheduler.wait(reply)
-            chosen = placement(await question.while_wanted(waiting))
+            chosen = read_placement(await question.while_wanted(waiting))
         else:
-            chosen = placement(reply.answer)
+            chosen = read_placement(reply.answer)
         return chosen._replace(by_session=bound is not None and bound[0] == chosen.worker_id)
 
     def least_prefill_tokens(self, question: Question) -> int:
@@ -255,7 +255,7 @@ class LocalChoices:
         return iter(())
 
 
-def placement(answer: bytes) -> Placement:
+def read_placement(answer: bytes) -> Placement:
     """Reads the answer to a selection; raises KeyError, TypeError or ValueError if it is none."""
     members = json.loads(answer)
     if not isinstance(members, dict):

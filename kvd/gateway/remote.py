@@ -27,7 +27,7 @@ import trio
 
 from kvd.errors import Unavailable
 from kvd.gateway.booking_steps import BookingSteps, StepsFailed
-from kvd.gateway.choices import Placement, Question, placement
+from kvd.gateway.choices import Placement, Question, read_placement
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.http.untasked import in_task
@@ -504,7 +504,7 @@ def _placement(answer: Answer) -> Placement:
     if answer.status != 200:
         raise RemoteRefused(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
-        return placement(answer.held)
+        return read_placement(answer.held)
     except (KeyError, RecursionError, TypeError, ValueError):
         raise Failed("the answer is not that of a kvd's selection service") from None
 
