@@ -56,9 +56,8 @@ class GatewayStats:
     decisions: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)  # of answered requests, by PrefillPath
     prefill_failures: Counter[str] = field(default_factory=Counter)  # by cause
-    token_source_failures: Counter[str] = field(
-        default_factory=Counter
-    )  # by source that gave no tokens
+    # By source that gave no tokens.
+    token_source_failures: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0  # of requests whose tokens are known
     matched_tokens: int = 0  # of these, expected to be cached where they were sent
     # For requests whose engine reported its cached tokens: those expected, and those reported.

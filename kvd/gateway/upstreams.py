@@ -555,9 +555,8 @@ class Upstreams:
     async def _fault(self, upstream: Upstream) -> str | None:
         """Asks an engine for its health, a cheap question; returns what is wrong, None if well."""
         assert upstream.engine is not None
-        path = (
-            "/ready" if upstream.facts and upstream.facts.kind is EngineKind.SGLANG else "/health"
-        )
+        is_sglang = upstream.facts is not None and upstream.facts.kind is EngineKind.SGLANG
+        path = "/ready" if is_sglang else "/health"
         head = own_head("GET", path, upstream.authority, 0, upstream.key)
         status = 0
         try:

@@ -81,9 +81,7 @@ class Head:
             Refusal: the head is over a limit, or its framing or host is not one we accept.
         """
         if not self.complete:
-            if (
-                parser.get_method() == b"PRI"
-            ):  # every connection of HTTP/2 begins so (RFC 9113 §3.4)
+            if parser.get_method() == b"PRI":  # as HTTP/2 begins (RFC 9113 §3.4)
                 raise Refusal(400, f"HTTP/2 is not supported: {_SPOKEN}")
             raise Refusal(400, "malformed request head")
         self.method = parser.get_method().decode()

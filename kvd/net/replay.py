@@ -34,9 +34,7 @@ class ReplayOptions:
     idle_s: float = 2.0  # without a useful batch; vLLM's server answers within 0.1 s when idle
     total_s: float = 30.0  # with the wait for a free place; 10,000 batches take about 0.3 s
     spare_s: float = 10.0  # pause after a replay without a batch; else every gap waits for `idle_s`
-    max_messages: int = (
-        1_000_000  # of one answer; engines keep 10,000 batches unless configured otherwise
-    )
+    max_messages: int = 1_000_000  # of one answer; engines keep 10,000 batches by default
     max_bytes: int = 1 << 30  # of one answer: 10,000 batches of 100 KB each
     at_once: int = 64  # replays of all listeners; each takes three descriptors and a turn a pass
 

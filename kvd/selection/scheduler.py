@@ -185,9 +185,8 @@ class Scheduler:
         least = pool.least_prefill_tokens(ask.settings, None)
         urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
         held.waiting = candidates.queue.push(_queue_key(ask), held, urgency, self._clock())
-        candidates.ledger.loads.on_eased(
-            partial(self.drain_queue, candidates)
-        )  # requests that end on other faces make room, too
+        # Requests that end on other faces make room, too.
+        candidates.ledger.loads.on_eased(partial(self.drain_queue, candidates))
         self.held += 1
         self._stats.held(ask)
         return held
