@@ -309,8 +309,6 @@ class Conductor final : public Placements {
   bool knows(const Rank& rank, uint64_t name) const;
   bool has(const Rank& rank, uint64_t name, LayerId layer) const;
   uint32_t slot_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
-  uint32_t slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space,
-                   bool any_space) const;
   BlockId block_in(uint64_t home, RankId id, uint64_t hash, uint64_t space, bool any_space) const;
   BlockId meaning(const Source& source, RankId id, uint64_t hash, uint64_t space,
                   bool any_space) const;

@@ -146,6 +146,7 @@ cdef class Conductor:
     cdef bytes render(self, str tenant, str instance)
     cdef list tiers(self, str lora_name, str instance)
     cdef LayerId layer(self, str medium) except? 0xfffffffe
+    cdef uint32_t mask(self, medium) except? 0xfffffffe
 
 
 cdef class Source:

@@ -222,6 +222,13 @@ cdef class Conductor:
                 self.layers[medium] = found
         return found
 
+    cdef uint32_t mask(self, medium) except? 0xfffffffe:
+        """Returns the layer of a medium, or all for None; 0 without a layer for it."""
+        if medium is None:
+            return kAllLayers
+        cdef LayerId layer = self.layer(medium)
+        return 0 if layer == kNone else <uint32_t>1 << layer
+
     def stats(self):
         """Returns the number and bytes of waiting blocks' entries, without the parked blocks."""
         return {"waiting": self.c.waiter_count(), "bytes": self.c.bytes()}
@@ -357,16 +364,10 @@ cdef class Source:
     def remove(self, uint32_t backend, rank, medium, hashes, uint64_t space, bint by_engine=False):
         """Takes blocks off one medium, or off all if that is None; unknown hashes are counted."""
         cdef vector[uint64_t] named = hashes
-        cdef LayerId layer = 0
-        cdef uint32_t mask = kAllLayers
         cdef RankId id = self.holder(backend, rank)
+        cdef uint32_t mask = self.conductor.mask(medium)
         cdef size_t i
-        if medium is not None:
-            layer = self.conductor.layer(medium)
-            if layer == kNone:
-                return
-            mask = <uint32_t>1 << layer
-        if id == kNone:
+        if mask == 0 or id == kNone:
             return
         for i in range(named.size()):
             self.conductor.c.remove(self.c, id, named[i], mask, space, by_engine)
@@ -374,15 +375,9 @@ cdef class Source:
 
     def clear(self, uint32_t backend, rank, medium=None, space=None):
         """Drops what a holder has on one medium or all, in one namespace or all."""
-        cdef LayerId layer = 0
-        cdef uint32_t mask = kAllLayers
         cdef RankId id = self.holder(backend, rank)
-        if medium is not None:
-            layer = self.conductor.layer(medium)
-            if layer == kNone:
-                return
-            mask = <uint32_t>1 << layer
-        if id == kNone:
+        cdef uint32_t mask = self.conductor.mask(medium)
+        if mask == 0 or id == kNone:
             return
         self.conductor.c.clear(self.c, id, mask, 0 if space is None else space, space is None)
         verify_if_debug(deref(self.conductor.index.c))

@@ -100,7 +100,7 @@ inline void Conductor::remove(Source* source, RankId id, uint64_t hash, LayerMas
   const Rank& rank = index_.ranks_[id];
   uint64_t name = name_of(*source, hash, space, by_engine);
   if (!knows(rank, name)) {
-    const uint32_t slot = slot_of(*source, id, hash, space, by_engine);
+    const uint32_t slot = slot_in(source->home, id, hash, space, by_engine);
     if (slot == Names::kAbsent) {
       ++index_.stats_.removed_unknown;
       return;
@@ -197,7 +197,7 @@ inline void Conductor::adopt(RankId id, uint64_t name, BlockId block, LayerMask 
 inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId layer,
                               uint64_t space, bool by_engine, bool copy) {
   const uint64_t name = name_of(source, hash, space, by_engine);
-  uint32_t slot = slot_of(source, id, hash, space, by_engine);
+  uint32_t slot = slot_in(source.home, id, hash, space, by_engine);
   // A holder's own name takes precedence, even if it was announced in another namespace.
   if (slot == Names::kAbsent) slot = index_.ranks_[id].names.find(name, keys());
   if (slot != Names::kAbsent) {

@@ -59,11 +59,6 @@ inline uint32_t Conductor::slot_in(uint64_t home, RankId id, uint64_t hash, uint
   return fits(mixed) ? mixed : Names::kAbsent;
 }
 
-inline uint32_t Conductor::slot_of(const Source& source, RankId id, uint64_t hash, uint64_t space,
-                                   bool any_space) const {
-  return slot_in(source.home, id, hash, space, any_space);
-}
-
 inline BlockId Conductor::block_in(uint64_t home, RankId id, uint64_t hash, uint64_t space,
                                    bool any_space) const {
   const uint32_t slot = slot_in(home, id, hash, space, any_space);
