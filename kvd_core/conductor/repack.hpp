@@ -106,8 +106,7 @@ class Repack {
   }
 
   void put(std::string_view chars) {
-    const size_t size =
-        chars.size();  // below 2^32: texts end at JsonStream::kMaxToken or the piece
+    const size_t size = chars.size();  // below 2^32, as JsonStream::kMaxToken and a piece are
     if (size < 32) {
       out_.push_back(static_cast<uint8_t>(0xa0 | size));
     } else {

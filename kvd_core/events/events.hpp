@@ -27,6 +27,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -95,7 +96,7 @@ class BatchReader {
         } else if (parts_left_ != 0) {
           --parts_left_;
           if (!is_map_) {
-            read_part(at_part_ < 3 ? kPositions[at_part_++] : Part::OTHER);
+            read_part(at_part_ < std::size(kPositions) ? kPositions[at_part_++] : Part::OTHER);
             continue;
           }
           read_member();

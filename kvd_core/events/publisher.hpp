@@ -56,8 +56,9 @@ inline const uint8_t* publisher_member(Cursor& in, uint32_t members) {
 inline const uint8_t* publisher_of(const uint8_t* payload, size_t size, const uint8_t* expected) {
   constexpr uint8_t kShortest = 0x90 | (decoding::kPublisherPosition + 1);
   constexpr size_t kTail = kPublisherBytes + 2;
-  if (size < kTail || (payload[0] & 0xf0) == 0x90) {
-    if (size < kTail || payload[0] < kShortest) return nullptr;
+  if (size < kTail) return nullptr;
+  if ((payload[0] & 0xf0) == 0x90) {
+    if (payload[0] < kShortest) return nullptr;
     const uint8_t* tail = payload + size - kTail;
     if (expected != nullptr && payload[0] == kShortest && tail[0] == wire::BIN8 &&
         tail[1] == kPublisherBytes && std::memcmp(tail + 2, expected, kPublisherBytes) == 0) {

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 #include <vector>
 
@@ -44,7 +45,6 @@ class Split {
 
  private:
   static constexpr std::string_view kRanks[] = {"data_parallel_rank", "dp_rank", "attn_dp_rank"};
-  static constexpr size_t kRankNames = 3;
 
   void read_batch(Cursor& in) {
     const uint8_t* start = in.at();
@@ -83,7 +83,7 @@ class Split {
   // counts.
   void read_map(Cursor& in, const uint8_t* start, uint32_t count) {
     bool is_event = false, has_events = false;
-    const uint8_t* ranks[kRankNames] = {};
+    const uint8_t* ranks[std::size(kRanks)] = {};
     for (; count != 0 && !in.broken(); --count) {
       std::string_view key;
       if (!in.text(&key)) {
@@ -92,14 +92,12 @@ class Split {
       }
       is_event = is_event || key == "event_type" || key == "type";
       if (key == "events") {
-        fault = nullptr;
-        events.clear();
-        beyond = 0;
+        forget_events();
         read_events(in);
         has_events = true;
         continue;
       }
-      for (size_t i = 0; i < kRankNames; ++i) {
+      for (size_t i = 0; i < std::size(kRanks); ++i) {
         if (key == kRanks[i]) ranks[i] = in.at();
       }
       in.skip();
@@ -107,9 +105,7 @@ class Split {
     if (in.broken()) return;
     const uint8_t* end = in.at();
     if (is_event) {
-      fault = nullptr;
-      events.clear();
-      beyond = 0;
+      forget_events();
       in.back_to(start);
       take_event(in);
       return;
@@ -121,6 +117,12 @@ class Split {
       read_rank(in);
     }
     in.back_to(end);
+  }
+
+  void forget_events() {
+    fault = nullptr;
+    events.clear();
+    beyond = 0;
   }
 
   void read_events(Cursor& in) {

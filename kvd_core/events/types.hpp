@@ -55,8 +55,7 @@ struct RemovedEvent {
   bool remote;
   int32_t group;  // -1 absent
   std::string_view medium;
-  const uint32_t*
-      remaining;  // copies of each block that the engine has left; nullptr when it does not say
+  const uint32_t* remaining;  // copies of each block that are left; nullptr when not said
 };
 
 struct ClearedEvent {

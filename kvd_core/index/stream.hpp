@@ -254,6 +254,7 @@ class Stream {
       found |= index.rank(rank).names.find(name, index.keys()) != Names::kAbsent;
     }
   };
+
   // The batch broke off before it could name its rank. It was taken for the registered rank's, but
   // may be another's.
   void lose_rank() {
