@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import trio
-import trio.testing
 
 from kvd.errors import Conflict, NotFound
 from kvd.faces.selection.booking_metrics import booking_families
 from kvd.selection.options import RouterOptions
-from kvd.selection.requests import QueuedRequest, Retry
+from kvd.selection.requests import Retry
 from kvd.telemetry.metrics import render
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
-from kvd_core.selector.settings import Settings
 from tests.support.cancelling import every_checkpoint
-from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service, worker
-
-BATCH = 100  # tokens
-OPTIONS = RouterOptions(Settings(queue_threshold=1.0))
-
-settled = trio.testing.wait_all_tasks_blocked
-
-
-async def ready(options: RouterOptions = OPTIONS, workers: int = 1) -> Service:
-    service = Service(options)
-    for number in range(1, workers + 1):
-        await service.selections.workers.put(worker(number, max_num_batched_tokens=BATCH))
-    return service
+from tests.support.held_selections import BATCH, OPTIONS, batched, calls, ready, settled
+from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, Service
 
 
 async def busy(options: RouterOptions = OPTIONS) -> Service:
     """Returns a service with one worker, which is busy with `a`."""
-    service = await ready(options)
+    service = await ready(batched(1), options=options)
     service.reserve("a", (1, 0), [901], BATCH + 1)
     return service
-
-
-def hold(service: Service, **members: Any) -> QueuedRequest:
-    held = service.select([1, 2], **members)
-    assert isinstance(held, QueuedRequest)
-    return held
-
-
-class Caller:
-    """A client that waits for a held selection."""
-
-    def __init__(self, service: Service, held: QueuedRequest) -> None:
-        self.service = service
-        self.held = held
-        self.scope = trio.CancelScope()
-        self.answer: dict[str, Any] | None = None
-
-    async def run(self) -> None:
-        with self.scope:
-            self.answer = json.loads(await self.service.selections.scheduler.wait(self.held))
 
 
 def steps(service: Service, name: str) -> list[Step]:
@@ -70,8 +35,7 @@ def steps(service: Service, name: str) -> list[Step]:
 
 async def test_a_caller_that_left_before_it_heard_keeps_nothing(nursery: trio.Nursery) -> None:
     service = await busy()
-    caller = Caller(service, hold(service, reservation_id="r"))
-    nursery.start_soon(caller.run)
+    caller = calls(nursery, service, [1, 2], reservation_id="r")
     await settled()
     caller.scope.cancel()
     service.selections.reservations.free("a")  # it is served, but its task is cancelled already
@@ -85,8 +49,7 @@ async def test_a_caller_that_left_before_it_heard_keeps_nothing(nursery: trio.Nu
 
 async def test_a_caller_that_is_served_before_it_leaves_hears(nursery: trio.Nursery) -> None:
     service = await busy()
-    caller = Caller(service, hold(service, reservation_id="r"))
-    nursery.start_soon(caller.run)
+    caller = calls(nursery, service, [1, 2], reservation_id="r")
     await settled()
     service.selections.reservations.free("a")
     caller.scope.cancel()
@@ -99,10 +62,8 @@ async def test_a_caller_that_is_served_before_it_leaves_hears(nursery: trio.Nurs
 
 async def test_what_is_given_back_serves_the_next(nursery: trio.Nursery) -> None:
     service = await busy()
-    first = Caller(service, hold(service, reservation_id="r1", tokens=BATCH + 1))
-    second = Caller(service, hold(service, reservation_id="r2", tokens=BATCH + 1))
-    for caller in (first, second):
-        nursery.start_soon(caller.run)
+    first = calls(nursery, service, [1, 2], reservation_id="r1", tokens=BATCH + 1)
+    second = calls(nursery, service, [1, 2], reservation_id="r2", tokens=BATCH + 1)
     await settled()
     first.scope.cancel()
     service.selections.reservations.free("a")
@@ -114,8 +75,7 @@ async def test_what_is_given_back_serves_the_next(nursery: trio.Nursery) -> None
 
 async def test_another_booking_of_the_same_id_is_not_given_back(nursery: trio.Nursery) -> None:
     service = await busy()
-    caller = Caller(service, hold(service, reservation_id="r"))
-    nursery.start_soon(caller.run)
+    caller = calls(nursery, service, [1, 2], reservation_id="r")
     await settled()
     service.selections.reservations.free("a")
     await settled()
@@ -129,8 +89,7 @@ async def test_another_booking_of_the_same_id_is_not_given_back(nursery: trio.Nu
 
 async def test_selections_without_a_booking_leave_nothing(nursery: trio.Nursery) -> None:
     service = await busy()
-    caller = Caller(service, hold(service))
-    nursery.start_soon(caller.run)
+    caller = calls(nursery, service, [1, 2])
     await settled()
     caller.scope.cancel()
     service.selections.reservations.free("a")
@@ -145,14 +104,14 @@ async def test_a_caller_that_goes_at_any_moment_leaves_no_trace() -> None:
         service = await busy()
 
         async def select(service: Service = service) -> None:
-            held = hold(service, reservation_id="r")
-            undo = service.selections.scheduler
-            answer = await undo.wait(held)
+            scheduler = service.selections.scheduler
+            held = service.select([1, 2], reservation_id="r")
+            answer = await scheduler.wait(held)
             try:
                 await trio.lowlevel.checkpoint()  # stands for sending the answer
                 assert answer
             except trio.Cancelled:
-                undo.take_back(held)
+                scheduler.take_back(held)
                 raise
 
         async with trio.open_nursery() as nursery:
@@ -172,7 +131,7 @@ def retry(given: str | None = "r", key: str = "k", content: bytes = b"1") -> Ret
 
 
 async def test_the_same_request_has_the_same_answer_and_no_further_effect() -> None:
-    service = await ready(workers=2)
+    service = await ready(batched(1), batched(2))
     asked = {"reservation_id": "r", "retry": retry()}
     first = service.select([1, 2], **asked)
     for _ in range(3):
@@ -184,7 +143,7 @@ async def test_the_same_request_has_the_same_answer_and_no_further_effect() -> N
 
 
 async def test_a_retry_without_an_id_gets_the_one_that_was_made() -> None:
-    service = await ready()
+    service = await ready(batched(1))
     first = service.select([1], reservation_id="made", retry=retry(None))
     again = service.select([1], reservation_id="made anew", retry=retry(None))
     assert again == first and again["reservation_id"] == "made"
@@ -193,7 +152,7 @@ async def test_a_retry_without_an_id_gets_the_one_that_was_made() -> None:
 
 @pytest.mark.parametrize("other", [retry(content=b"2"), retry(key="other"), retry("r", "k2"), None])
 async def test_another_request_is_a_conflict(other: Retry | None) -> None:
-    service = await ready()
+    service = await ready(batched(1))
     service.select([1], reservation_id="r", retry=retry())
     with pytest.raises(Conflict):
         service.select([1], reservation_id="r", retry=other)
@@ -201,7 +160,7 @@ async def test_another_request_is_a_conflict(other: Retry | None) -> None:
 
 
 async def test_a_key_is_that_of_its_reservation() -> None:
-    service = await ready()
+    service = await ready(batched(1))
     service.select([1], reservation_id="r", retry=retry("r"))
     service.select([1], reservation_id="s", retry=retry("s", content=b"2"))
     assert set(service.selections.reservations.live) == {"r", "s"}
@@ -209,7 +168,7 @@ async def test_a_key_is_that_of_its_reservation() -> None:
 
 @pytest.mark.parametrize("by", ["free", "expire", "delete", "replica"])
 async def test_once_the_booking_has_ended_the_request_is_a_new_one(by: str) -> None:
-    service = await ready(workers=2)
+    service = await ready(batched(1), batched(2))
     first = service.select([1], reservation_id="r", retry=retry())
     if by == "free":
         service.selections.reservations.free("r")
@@ -229,7 +188,7 @@ async def test_once_the_booking_has_ended_the_request_is_a_new_one(by: str) -> N
 
 
 async def test_answers_are_forgotten_at_the_bound() -> None:
-    service = await ready(replace(OPTIONS, max_retries=2))
+    service = await ready(batched(1), options=replace(OPTIONS, max_retries=2))
     for name in ("a", "b", "c"):
         service.select([1], reservation_id=name, retry=retry(name))
     kept = service.selections.reservations.retries
@@ -242,11 +201,9 @@ async def test_answers_are_forgotten_at_the_bound() -> None:
 async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> None:
     service = await busy()
     callers = [
-        Caller(service, hold(service, reservation_id=name, retry=retry(None)))
+        calls(nursery, service, [1, 2], reservation_id=name, retry=retry(None))
         for name in ("made", "made anew")
     ]
-    for caller in callers:
-        nursery.start_soon(caller.run)
     await settled()
     service.selections.reservations.free("a")
     await settled()
@@ -260,12 +217,9 @@ async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> N
 
 
 async def test_metrics_say_so(nursery: trio.Nursery) -> None:
-    options = RouterOptions(
-        Settings(queue_threshold=1.0), predicted_ttl_s=9.0, session_affinity_ttl_s=9
-    )
+    options = replace(OPTIONS, predicted_ttl_s=9.0, session_affinity_ttl_s=9)
     service = await busy(options)
-    caller = Caller(service, hold(service, reservation_id="r"))
-    nursery.start_soon(caller.run)
+    caller = calls(nursery, service, [1, 2], reservation_id="r")
     await settled()
     caller.scope.cancel()
     service.selections.reservations.free("a")
@@ -301,7 +255,7 @@ def decode_blocks(service: Service) -> int:
 
 @pytest.mark.parametrize("tracks", [True, False])
 async def test_output_blocks_fade_towards_the_expected_end(tracks: bool) -> None:
-    service = await ready(RouterOptions(tracks_output_blocks=tracks))
+    service = await ready(batched(1), options=RouterOptions(tracks_output_blocks=tracks))
     service.select([], 1, reservation_id="r", expected_output_tokens=8 * BLOCK_SIZE)
     loads = []
     for _ in range(10):
@@ -313,7 +267,7 @@ async def test_output_blocks_fade_towards_the_expected_end(tracks: bool) -> None
 
 
 async def test_a_given_fraction_goes_before() -> None:
-    service = await ready(RouterOptions(tracks_output_blocks=True))
+    service = await ready(batched(1), options=RouterOptions(tracks_output_blocks=True))
     service.select([], 1, reservation_id="r", expected_output_tokens=1000 * BLOCK_SIZE)
     for _ in range(4):
         service.selections.reservations.output_block("r", 0.25)
@@ -321,7 +275,7 @@ async def test_a_given_fraction_goes_before() -> None:
 
 
 async def test_without_an_expectation_they_count_in_full() -> None:
-    service = await ready(RouterOptions(tracks_output_blocks=True))
+    service = await ready(batched(1), options=RouterOptions(tracks_output_blocks=True))
     service.select([], 1, reservation_id="r")
     for _ in range(4):
         service.selections.reservations.output_block("r", None)
@@ -331,7 +285,7 @@ async def test_without_an_expectation_they_count_in_full() -> None:
 
 
 async def test_a_mirrored_booking_fades_as_well() -> None:
-    service = await ready(RouterOptions(tracks_output_blocks=True))
+    service = await ready(batched(1), options=RouterOptions(tracks_output_blocks=True))
     add = Event(M, BLOCK_SIZE, "r", 1, 0, Step.ADD, b"", 0, 2 * BLOCK_SIZE)
     assert service.selections.reservations.apply(add, service.now) is Outcome.APPLIED
     for load in (1, 0):
@@ -340,7 +294,7 @@ async def test_a_mirrored_booking_fades_as_well() -> None:
 
 
 async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
-    service = await ready()
+    service = await ready(batched(1))
     reservations = service.selections.reservations
     add = Event(M, BLOCK_SIZE, "r", 1, 0, Step.ADD, b"", 8, router_id=1)
     freed = replace(add, step=Step.FREE, router_id=2)
@@ -354,7 +308,7 @@ async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
 
 
 async def test_what_is_shown() -> None:
-    service = await ready()
+    service = await ready(batched(1))
     service.select([1, 2], reservation_id="r", expected_output_tokens=9)
     key, live = service.selections.reservations.find("r")
     assert (key, live.worker_id, live.blocks, live.expected_output_tokens) == (M, 1, 2, 9)
