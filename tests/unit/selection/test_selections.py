@@ -6,7 +6,9 @@ Nothing here waits for a clock: the tests set it, and their steps make held sele
 from __future__ import annotations
 
 from array import array
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -70,8 +72,8 @@ class Life:
 
     async def step(self, nursery: trio.Nursery) -> None:
         self.steps += 1
-        kinds = {
-            self.select: 9,
+        kinds: dict[Callable[[], Awaitable[None] | None], int] = {
+            partial(self.select, nursery): 9,
             self.reserve: 4,
             self.prefill_complete: 4,
             self.output_block: 3,
@@ -82,12 +84,9 @@ class Life:
             self.change: 1,
         }
         (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
-        if kind == self.select:
-            self.select(nursery)
-        elif kind in (self.change, self.leave):
-            await kind()  # type: ignore[call-arg, misc]
-        else:
-            kind()  # type: ignore[call-arg]
+        unfinished = kind()
+        if unfinished is not None:
+            await unfinished
         await settled()
         self.collect()
 
@@ -240,7 +239,7 @@ class Life:
         for ledger in self.ledgers.values():
             ledger.expire(self.service.now - EXPIRY_S, 1000)
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """Has a waiting caller leave."""
         if self.callers:
             self.rng.choice(list(self.callers.values())).scope.cancel()
