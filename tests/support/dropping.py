@@ -45,7 +45,7 @@ class Dropping:
 
             async def send() -> None:
                 async for piece in client:
-                    asked[:] = piece if not asked else asked + piece
+                    asked.extend(piece)
                     await daemon.send_all(piece)
                 nursery.cancel_scope.cancel()
 
