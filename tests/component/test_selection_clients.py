@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-from array import array
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
@@ -244,7 +243,7 @@ class Caller:
         """Returns a request's members and its prompt's sequence hashes."""
         rng, tokens = self.world.rng, self.world.prompt()
         local = local_hashes(tokens, BLOCK_SIZE)
-        hashes = sequence_hashes(array("Q", local))
+        hashes = sequence_hashes(local)
         members: dict[str, Any] = {**PLACE, "reservation_id": name}
         if rng.random() < 0.3:
             members["token_ids"] = tokens

@@ -51,6 +51,7 @@ Inputs, and models beside the fast code:
     index_pairs, ledger_lives
                      an index, or a ledger, and its model, driven alike by random operations
     dumps, traces    dumps of indexes, written and read back; a small trace in Mooncake's form
+    hashes           hashes of blocks, as compiled code takes them
 
 Readers and checks:
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections.abc import Iterator
 
 from kvd_core.ledger.ledger import Ledger, Loads
 from tests.models.ledger_model import ModelLedger, ModelLoads
+from tests.support.hashes import packed
 
 VOCABULARY = 2  # hashes: few, so that prompts share prefixes and branch often
 FRACTIONS = (0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0)
-
-
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
 
 
 class Pair:

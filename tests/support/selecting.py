@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from random import Random
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvd.wire.lifecycle import Lifecycle as Event
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.ledger.journal import Journal
 from kvd_core.selector.settings import Settings
+from tests.support.hashes import packed
 from tests.support.idle_listeners import IdleListeners
 
 M = PartitionKey("m", "t")
@@ -177,12 +177,8 @@ def worker(worker_id: int = 1, key: PartitionKey = M, **members: Any) -> WorkerR
     return WorkerRecord(**valid)
 
 
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
-
-
 def lookup(blocks: list[int], tokens: int | None = None) -> PromptLookup:
     """Returns a function that looks up a prompt of these local hashes in a pool."""
-    rolling = sequence_hashes(array("Q", blocks))
+    rolling = packed(sequence_hashes(blocks))
     length = len(blocks) * BLOCK_SIZE if tokens is None else tokens
-    return lambda pool: pool.match(packed(blocks), array("Q", rolling).tobytes(), length)
+    return lambda pool: pool.match(packed(blocks), rolling, length)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from kvd_core.selector.selector import BUSY, Candidate, Explained, Pool
 from kvd_core.selector.settings import Settings
 from tests.conformance.engine import SUBSCRIPTION_WITHIN_S, Engine, pack
 from tests.conformance.failure import wait_until
+from tests.support.hashes import packed
 
 SEEN_WITHIN_S = 10.0
 MEDIA = (None, "CPU", "DISK", "EXTERNAL")
@@ -315,10 +315,6 @@ class Twin:
         for rows in self.both("POST", "/potential_loads", **members):
             rows.sort(key=lambda row: (row["worker_id"], row["dp_rank"]))
             assert rows == ours
-
-
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
 
 
 def signed(hashes: list[int]) -> list[int]:

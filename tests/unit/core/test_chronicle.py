@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from random import Random
 
@@ -14,16 +13,13 @@ from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Worker
 from kvd_core.index.trace import Trace, Traced, recalled
 from tests.models.prefix_model import GHOST, ModelRank, Path
 from tests.support.budget import scaled
+from tests.support.hashes import packed
 
 RANKS = ((7, 0), (7, 1), (9, 0))
 TIERS = 4
 BLOCKS = 4  # different blocks at a depth
 DEEPEST = 7  # blocks of a prompt at most, so that a key has all of them
 MOST = 1000  # steps of a trace that are kept
-
-
-def packed(hashes: list[int] | Path) -> bytes:
-    return array("Q", hashes).tobytes()
 
 
 def name_of(path: Path) -> int:

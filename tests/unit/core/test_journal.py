@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from random import Random
 
 import pytest
@@ -10,12 +9,9 @@ import pytest
 from kvd_core.ledger.journal import BOOKED, ENDED, Booked, Journal, OtherRecord, Stepped, read
 from kvd_core.ledger.ledger import ADDED, Ledger
 from tests.support.budget import scaled
+from tests.support.hashes import packed
 
 LIMIT = 1 << 24
-
-
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
 
 
 class Recorded:

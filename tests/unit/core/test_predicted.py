@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -15,13 +14,10 @@ from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
+from tests.support.hashes import packed
 
 TTL_S = 10.0
 DEFAULTS = Settings()
-
-
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
 
 
 class Fleet:
@@ -63,10 +59,10 @@ class Fleet:
         return [each.device_blocks for each in self.pool.explain(DEFAULTS)]
 
     def store(self, rank: int, prompt: list[int], tier: int = 0) -> None:
-        self.workers[rank].store(0, sequence_hashes(array("Q", prompt)), prompt, None, tier)
+        self.workers[rank].store(0, sequence_hashes(prompt), prompt, None, tier)
 
     def drop(self, rank: int, prompt: list[int], *blocks: int) -> None:
-        names = sequence_hashes(array("Q", prompt))
+        names = sequence_hashes(prompt)
         self.workers[rank].drop(0, [names[at] for at in blocks])
 
 
@@ -125,7 +121,7 @@ def test_lower_tiers_keep_their_depth() -> None:
     fleet = Fleet(1)
     prompt = [1, 2, 3, 4, 5]
     fleet.store(0, prompt[:1])
-    names = sequence_hashes(array("Q", prompt))
+    names = sequence_hashes(prompt)
     fleet.workers[0].store(0, names[1:3], prompt[1:3], names[0], 1)
     fleet.workers[0].store(0, names[3:4], prompt[3:4], names[2], 2)
     fleet.match(prompt)
@@ -156,7 +152,7 @@ def test_an_eviction_of_a_lower_tier_ends_none() -> None:
     fleet = Fleet(1)
     fleet.reserve(0, [1, 2])
     fleet.store(0, [1, 2], tier=1)
-    fleet.workers[0].drop(0, sequence_hashes(array("Q", [1, 2])), 1)
+    fleet.workers[0].drop(0, sequence_hashes([1, 2]), 1)
     assert fleet.device([1, 2]) == [2]
 
 
@@ -173,7 +169,7 @@ def test_a_removal_that_leaves_a_copy_ends_none() -> None:
     fleet.reserve(0, [1, 2])
     for _ in range(2):
         fleet.store(0, [1])
-        names = sequence_hashes(array("Q", [1, 2]))
+        names = sequence_hashes([1, 2])
         fleet.workers[0].store(0, names[1:], [2], names[0])
     fleet.drop(0, [1, 2], 1)
     assert fleet.device([1, 2]) == [2]

@@ -54,16 +54,13 @@ from tests.models.selector_model import (
 from tests.models.selector_model import cached_tokens as model_cached_tokens
 from tests.support.budget import scaled
 from tests.support.chances import assert_drawn
+from tests.support.hashes import packed
 
 PROMPT = [2**64 - 1, *range(1, 64)]  # local hashes, which differ from its sequence hashes
 ROLLING = sequence_hashes(PROMPT)
 DEFAULTS = Settings()
 DRAWS = 20_000
 CHI_SQUARE_001 = 13.82  # at two degrees of freedom exceeded with probability 0.001
-
-
-def packed(hashes: list[int]) -> bytes:
-    return array("Q", hashes).tobytes()
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from random import Random
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvd.selection.requests import Constraints, QueuedRequest, Retry
 from kvd.selection.worker_record import Role
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.base.hashing import sequence_hashes
+from tests.support.hashes import packed
 from tests.support.held_selections import (
     BATCH,
     OPTIONS,
@@ -274,7 +274,7 @@ async def test_constraints_of_both_phases() -> None:
 async def test_replicas_hear_of_both_bookings() -> None:
     service, replica = await disaggregated(), await disaggregated()
     answer = service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
-    rolling = array("Q", sequence_hashes(array("Q", PROMPT))).tobytes()
+    rolling = packed(sequence_hashes(PROMPT))
     decode, prefill = service.events
     assert (decode.request_id, prefill.request_id) == ("r", "r:prefill")
     assert (decode.worker_id, prefill.worker_id) == (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import count
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
+from tests.support.hashes import packed
 
 TTL_S = 10.0
 MAX_BLOCKS = 12
@@ -45,8 +45,7 @@ class Fleet:
         self.pool = Pool(None, ledger, 4, candidates, self.predictions)
 
     def match(self, path: list[int]) -> None:
-        rolling = array("Q", sequence_hashes(array("Q", path)))
-        self.pool.match(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+        self.pool.match(packed(path), packed(sequence_hashes(path)), 4 * len(path))
 
     def reserve(self, rank: int, path: list[int], now: float) -> None:
         self.match(path)
@@ -150,8 +149,7 @@ def test_workers_with_and_without_events_stand_side_by_side() -> None:
     pool = Pool(index, ledger, 4, candidates, predictions)
 
     def reach(path: list[int]) -> list[int]:
-        rolling = array("Q", sequence_hashes(array("Q", path)))
-        pool.match(array("Q", path).tobytes(), rolling.tobytes(), 4 * len(path))
+        pool.match(packed(path), packed(sequence_hashes(path)), 4 * len(path))
         return [each.device_blocks for each in pool.explain(DEFAULTS)]
 
     assert reach([1, 2, 3]) == [2, 0]

@@ -33,6 +33,7 @@ from tests.models.ledger_model import ModelLedger
 from tests.models.selector_model import ModelPool, ModelPrompt, ModelRank, ModelSettings
 from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
+from tests.support.hashes import packed
 from tests.support.held_selections import BATCH, OPTIONS, Caller, batched, calls, ready, settled
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, lookup, worker
 
@@ -121,7 +122,7 @@ class Life:
     def expected(self, key: PartitionKey, blocks: list[int], constraints: Any) -> Any:
         """Returns NONE, BUSY, or the ranks of the lowest cost."""
         ledger, ranks = self.ledgers[key], []
-        rolling = list(sequence_hashes(array("Q", blocks)))
+        rolling = sequence_hashes(blocks)
         for rank in sorted(ledger.ranks):
             if constraints is None or rank[0] in constraints.allowed:
                 prefill, decode, requests = ledger.load(rank)
@@ -152,7 +153,7 @@ class Life:
     def add(
         self, name: str, rank: tuple[int, int], blocks: list[int], tokens: int, key: PartitionKey
     ) -> None:
-        rolling = list(sequence_hashes(array("Q", blocks)))
+        rolling = sequence_hashes(blocks)
         assert self.home(name) is None
         assert self.ledgers[key].add(name, rank, rolling, tokens, self.service.now, None) == 0
 
@@ -215,7 +216,7 @@ class Life:
         key, name, blocks = self.rng.choice(self.KEYS), self.rng.choice(self.NAMES), self.blocks()
         rank = self.rng.randint(1, 3), self.rng.randrange(2)
         place = key, BLOCK_SIZE, name, *rank
-        rolling = array("Q", sequence_hashes(array("Q", blocks))).tobytes()
+        rolling = packed(sequence_hashes(blocks))
         step = self.rng.choice(list(Step))
         event = Event(*place, step, rolling, 40) if step is Step.ADD else Event(*place, step)
         published = len(self.service.events)
