@@ -44,18 +44,29 @@ class Turns:
     def accept(self, listener: socket.socket) -> socket.socket:
         return self.stack.enter_context(listener.accept()[0])
 
+    def first_request(
+        self, engine: int, listener: socket.socket, client: int = -1, hold: int = HOLD
+    ) -> tuple[int, socket.socket]:
+        """Begins a request, on a new connection, to an engine that reads it.
+
+        Returns the exchange and the engine's end of the connection.
+        """
+        exchange = self.relay.begin(engine, client, REQUEST, b"{}", hold)
+        self.until(lambda: self.relay.stats()["connected"] == 1)
+        stream = self.accept(listener)
+        received(stream, b"{}")
+        return exchange, stream
+
     def second_request(self) -> tuple[int, int, socket.socket]:
         """Begins a request on a connection that was kept after an answer.
 
         Returns the engine, the exchange and the engine's end of the connection.
         """
         listener, engine = self.engine()
-        first = self.relay.begin(engine, -1, REQUEST, b"{}", HOLD)
-        stream = self.accept(listener)
+        first, stream = self.first_request(engine, listener)
         stream.sendall(OK)
         self.until(lambda: self.relay.ready(first))
         self.relay.drop(first)
-        received(stream, b"{}")
         return engine, self.relay.begin(engine, -1, REQUEST, b"{}", HOLD), stream
 
     def serve(self) -> None:
@@ -89,10 +100,7 @@ def test_a_client_that_leaves_as_its_engine_speaks_has_left_once(turns: Turns) -
     relay = turns.relay
     listener, engine = turns.engine()
     ours, theirs = turns.client()
-    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
-    turns.until(lambda: relay.stats()["connected"] == 1)
-    stream = turns.accept(listener)
-    received(stream, b"{}")
+    exchange, stream = turns.first_request(engine, listener, ours.fileno())
     stream.sendall(STREAM + b"9\r\ndata: 1\n\n\r\n")
     turns.until(lambda: relay.ready(exchange))
     relay.forward(exchange, STREAM, True)
@@ -109,9 +117,7 @@ def test_the_end_of_a_payload_is_known_however_it_came(turns: Turns) -> None:
     relay = turns.relay
     listener, engine = turns.engine()
     ours, _ = turns.client()
-    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
-    turns.until(lambda: relay.stats()["connected"] == 1)
-    stream = turns.accept(listener)
+    exchange, stream = turns.first_request(engine, listener, ours.fileno())
     payload = b"data: 1\n\n"
     stream.sendall(STREAM + b"9\r\n%b\r\n" % payload)
     turns.until(lambda: relay.ready(exchange))
@@ -225,10 +231,7 @@ def test_a_compressed_stream_is_forwarded_from_its_first_byte(turns: Turns) -> N
     relay = turns.relay
     listener, engine = turns.engine()
     ours, theirs = turns.client()
-    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", HOLD)
-    turns.until(lambda: relay.stats()["connected"] == 1)
-    stream = turns.accept(listener)
-    received(stream, b"{}")
+    exchange, stream = turns.first_request(engine, listener, ours.fileno())
     stream.sendall(STREAM.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n"))
     stream.sendall(b"2\r\n\x1f\x8b\r\n")
     turns.until(lambda: relay.ready(exchange))
@@ -258,10 +261,7 @@ def test_a_body_that_ends_with_its_connection(
     relay = turns.relay
     listener, engine = turns.engine()
     ours, theirs = turns.client()
-    exchange = relay.begin(engine, ours.fileno(), REQUEST, b"{}", 9)
-    turns.until(lambda: relay.stats()["connected"] == 1)
-    stream = turns.accept(listener)
-    received(stream, b"{}")
+    exchange, stream = turns.first_request(engine, listener, ours.fileno(), 9)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n\r\n" % kind
     stream.sendall(head + b"data: 1\n\n")
     turns.until(lambda: relay.ready(exchange))
@@ -282,10 +282,7 @@ def test_a_body_that_ends_with_its_connection(
 def test_a_stream_that_nobody_gets_is_held_to_its_end(turns: Turns) -> None:
     relay = turns.relay
     listener, engine = turns.engine()
-    exchange = relay.begin(engine, -1, REQUEST, b"{}", HOLD)
-    turns.until(lambda: relay.stats()["connected"] == 1)
-    stream = turns.accept(listener)
-    received(stream, b"{}")
+    exchange, stream = turns.first_request(engine, listener)
     stream.sendall(STREAM + b"9\r\ndata: 1\n\n\r\n")
     assert select.select([relay.fileno()], [], [], NOT_MY_FAULT_S)[0]
     turns.serve()

@@ -26,26 +26,24 @@ def compare_decoding(pair: Pair) -> None:
         assert decoding == [pair.model.decoding(place) for place in places]
 
 
-@pytest.mark.parametrize("seed", range(scaled(5)))
-def test_ledger_equals_model(seed: int) -> None:
-    pair = Pair(random.Random(seed), ranks=(1, 3, 12, 40)[seed % 4], owners=1 + seed // 4 % 3)
-    for _ in range(250):
+def live(pair: Pair, steps: int) -> None:
+    for _ in range(steps):
         pair.step()
         pair.ledger.verify()
         pair.compare()
         compare_decoding(pair)
     pair.compare_requests()
     pair.end()
+
+
+@pytest.mark.parametrize("seed", range(scaled(5)))
+def test_ledger_equals_model(seed: int) -> None:
+    pair = Pair(random.Random(seed), ranks=(1, 3, 12, 40)[seed % 4], owners=1 + seed // 4 % 3)
+    live(pair, 250)
 
 
 @pytest.mark.slow("the model walks each block")
 @pytest.mark.parametrize("seed", range(scaled(1)))
 def test_ledger_equals_model_on_long_prompts(seed: int) -> None:
     pair = Pair(random.Random(seed), ranks=3, owners=1 + seed % 2, stretch=2500)
-    for _ in range(60):
-        pair.step()
-        pair.ledger.verify()
-        pair.compare()
-        compare_decoding(pair)
-    pair.compare_requests()
-    pair.end()
+    live(pair, 60)
