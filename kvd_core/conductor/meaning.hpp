@@ -146,9 +146,8 @@ inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint
     const Parked* parked = parked_of(waiter);
     if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
     if (waiter.rank == id) return parked->sequence;
-    const bool nearer =
-        owner(waiter.rank) != nullptr && owner(waiter.rank)->instance == source.instance;
-    if (nearer) return parked->sequence;
+    const Source* other = owner(waiter.rank);
+    if (other != nullptr && other->instance == source.instance) return parked->sequence;
     clear = clear && (found == 0 || found == parked->sequence);
     found = parked->sequence;
   }

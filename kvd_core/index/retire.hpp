@@ -83,14 +83,15 @@ inline RankId Index::clear(RankId id, LayerMask mask) {
   return id;
 }
 
-// Whether the rank holds nothing except ghosts outside `mask`, which has all layers of some tiers.
+// Whether the rank holds nothing except ghosts outside `mask`, which has all layers of some tiers,
+// and nothing on media that are no tiers.
 inline bool Index::lies_within(RankId id, LayerMask mask) const {
   const Rank& rank = ranks_[id];
   for (LayerId tier = 0; tier < kTierLayers; ++tier) {
     if ((mask >> tier & 1) != 0) continue;
     if (rank.held[tier] != 0 || rank.held[kFirstGroupLayer + tier] != 0) return false;
   }
-  return rank.held[Rank::kCounters - 1] == 0 || mask == kAllLayers;
+  return rank.held[Rank::kCounters - 1] == 0;
 }
 
 // Takes the layers of `mask` from every name, then the rank off these layers, chain by chain.
