@@ -152,6 +152,10 @@ class ClientRequest(NamedTuple):
     media: bool = False  # it has images or sounds, whose tokens do not say which they are
     reads_cache: bool = True  # else its engine computes the whole prompt, whatever is cached
 
+    def sets(self, *names: str) -> bool:
+        """Returns whether any of these members has a value; null stands for none."""
+        return any(self.spans.get(name, b"null") != b"null" for name in names)
+
     @property
     def messages(self) -> bytes:
         """The messages of a chat as a JSON array."""
@@ -166,7 +170,7 @@ class ClientRequest(NamedTuple):
         prompt = self.spans.get("prompt")
         if prompt is None or not prompt.startswith(b"["):
             return None
-        if self.spans.get(TRUNCATES, b"null") != b"null":
+        if self.sets(TRUNCATES):
             return None
         inside = prompt[1:].lstrip()
         if inside[:1].isdigit():

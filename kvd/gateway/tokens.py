@@ -307,7 +307,7 @@ class Tokens:
             return await self._question(upstream, TokenSource.RENDER, RENDER_PATHS[asked.api], asks)
         if upstream.facts.kind is EngineKind.OPENAI or asked.api not in TOKENIZED:
             return None
-        if not asked.spans.keys().isdisjoint(UNLISTED):
+        if asked.sets(*UNLISTED):
             return None
         if (asks := question(asked)) is None:
             return None

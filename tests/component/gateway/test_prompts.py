@@ -161,3 +161,10 @@ async def test_images_are_in_no_tokens() -> None:
             assert int(asked[2]) < int(count) < int(asked[2]) + 100
             assert int(matched) == int(asked[2]) // 16 * 16
         assert decision == "session"
+
+
+async def test_null_stands_for_no_value() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, _, _):
+        nulls = dict.fromkeys(("documents", "reasoning_effort", "truncate_prompt_tokens"))
+        assert source(await client.chat(TEXT, **nulls)) == "tokenize"
+        assert source(await client.chat(TEXT, reasoning_effort="high")) == "none"
