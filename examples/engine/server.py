@@ -225,7 +225,8 @@ class EngineServer:
         return 200, SPEECH
 
     def _tokenize(self, request: Request) -> tuple[int, Any]:
-        ids = prompt_of(json.loads(request.body))
+        members = json.loads(request.body)
+        ids = prompt_of(members, knows_former=self.options.kind != "vllm")
         length = self.options.max_model_len
         return 200, {"count": len(ids), "max_model_len": length, "tokens": ids}
 
@@ -512,12 +513,19 @@ async def hang_up_behind(stream: trio.SocketStream, data: bytes) -> None:
     raise Hangup
 
 
-def prompt_of(members: dict[str, Any]) -> list[int]:
-    """Returns the token ids of a request's prompt."""
+def prompt_of(members: dict[str, Any], *, knows_former: bool = True) -> list[int]:
+    """Returns the token ids of a request's prompt.
+
+    Unless it `knows_former`, the former name of a message's reasoning is not read: vLLM's /tokenize
+    does not.
+    """
     if "messages" in members:
         system = members.get("system")  # Anthropic's
-        before = [{"role": "system", "content": system}] if system else []
-        return ids_of_messages([*before, *members["messages"]])
+        turns = [{"role": "system", "content": system}] if system else []
+        for message in members["messages"]:
+            former = message.get("reasoning_content") if knows_former else None
+            turns.append(message | {"reasoning": former} if former else message)
+        return ids_of_messages(turns)
     if "input" in members:  # of responses: a text or messages
         question = members["input"]
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else question

@@ -31,5 +31,7 @@ def ids_of_messages(messages: list[Any], *, answer_follows: bool = True) -> list
     for message in messages:
         content = message.get("content") or ""
         text = content if isinstance(content, str) else json.dumps(content)
-        ids += [BEGIN, *ids_of_text(str(message.get("role"))), *ids_of_text(text), END]
+        thought = message.get("reasoning") or ""
+        each = (str(message.get("role")), thought, text)
+        ids += [BEGIN, *(one for part in each for one in ids_of_text(part)), END]
     return [*ids, BEGIN, ASSISTANT] if answer_follows else ids

@@ -67,6 +67,10 @@ BYTES_PER_TOKEN = 4  # estimates the length of a text whose tokens are not known
 # Members that determine a chat's tokens, except the messages.
 DECIDING = frozenset((*CHAT_MEMBERS, *UNLISTED, TOOL_CHOICE)) - {"messages"}
 
+# A member of a message by its former name, which vLLM still reads in a chat, but not in /tokenize.
+# The quotes of a text are escaped, so this is never inside one.
+FORMER_REASONING = re.compile(rb'"reasoning_content"(?=\s*:\s*[^\sn])')
+
 # Members that determine the tokens of a completion's prompt.
 PROMPT_DECIDING = frozenset((*PROMPT_MEMBERS, *UNLISTED))
 
@@ -309,7 +313,7 @@ class Tokens:
             return None
         if asked.sets(*UNLISTED):
             return None
-        if (asks := question(asked)) is None:
+        if (asks := question(asked, upstream.facts.kind)) is None:
             return None
         return await self._question(upstream, TokenSource.TOKENIZE, "/tokenize", asks)
 
@@ -351,8 +355,8 @@ def context_of(asked: ClientRequest, served: Served, basis: bytes) -> bytes:
     return b"\0".join((served.model.encode(), (served.adapter or "").encode(), basis, *members))
 
 
-def question(asked: ClientRequest) -> bytes | None:
-    """Returns the body for /tokenize: the members that determine the tokens, unchanged.
+def question(asked: ClientRequest, kind: EngineKind) -> bytes | None:
+    """Returns the body for /tokenize: the members that determine the tokens.
 
     Of several text prompts it has the longest. Returns None if there is no text.
     """
@@ -361,6 +365,8 @@ def question(asked: ClientRequest) -> bytes | None:
         if (text := asked.prompt_text) is None:
             return None
         spans["prompt"] = text
+    elif kind is EngineKind.VLLM and "messages" in spans:
+        spans["messages"] = FORMER_REASONING.sub(b'"reasoning"', spans["messages"])
     names = CHAT_MEMBERS if asked.api is Api.CHAT else PROMPT_MEMBERS
     return _object({name: spans[name] for name in names if name in spans})
 

@@ -17,7 +17,8 @@ VOCABULARY = 1024
 HEAD = 32  # smallest size of vLLM's attention on CPUs
 MARKS = ["<end>", "<system>", "<user>", "<assistant>"]
 TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['reasoning'] }}"
+    "{{ message['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

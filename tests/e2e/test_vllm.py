@@ -231,6 +231,12 @@ def test_every_prediction_is_what_the_engine_reports(gateway_of: Callable[..., G
         for members in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 0}, {"echo": True}):
             gateway.ask("/v1/completions", {"prompt": prompt, **members})
         gateway.ask("/v1/chat/completions", {"messages": [user(prompt)], "echo": True})
+    for name in ("reasoning", "reasoning_content"):  # vLLM reads both, the latter not to tokenize
+        thought = {"role": "assistant", "content": "so", name: text(random, 60)}
+        body = {"model": "tiny", "max_tokens": 3, "messages": [user(prompt), thought, user("and?")]}
+        answered = gateway.http.post("/v1/chat/completions", json=body)
+        counted = int(answered.headers["x-kvd-prompt-tokens"])
+        assert counted == answered.json()["usage"]["prompt_tokens"]
     ids = [random.randrange(10, 1000) for _ in range(200)]
     headers, _ = gateway.ask("/v1/completions", {"prompt": ids})
     assert headers["x-kvd-tokens"] == "ids"

@@ -168,3 +168,16 @@ async def test_null_stands_for_no_value() -> None:
         nulls = dict.fromkeys(("documents", "reasoning_effort", "truncate_prompt_tokens"))
         assert source(await client.chat(TEXT, **nulls)) == "tokenize"
         assert source(await client.chat(TEXT, reasoning_effort="high")) == "none"
+
+
+async def test_reasoning_under_its_former_name() -> None:
+    """Engines are asked for the tokens of what they compute: all messages, with their reasoning."""
+    for kind in ("vllm", "sglang"):
+        async with fleet(EngineOptions(kind=kind, events=False)) as (client, _, _):
+            for name in ("reasoning", "reasoning_content"):
+                thought = {"role": "assistant", "content": "so", name: f"{TEXT} {name}"}
+                body = {"model": "demo", "messages": [thought], "max_tokens": 4}
+                answered = await client.post("/v1/chat/completions", body)
+                assert source(answered) == "tokenize"
+                count = int(answered.headers["x-kvd-prompt-tokens"])
+                assert count == answered.json["usage"]["prompt_tokens"]
