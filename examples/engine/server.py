@@ -514,7 +514,7 @@ async def hang_up_behind(stream: trio.SocketStream, data: bytes) -> None:
 
 
 def prompt_of(members: dict[str, Any], *, knows_former: bool = True) -> list[int]:
-    """Returns the token ids of a request's prompt.
+    """Returns the token ids of a request's prompt, as far as the engine is not to truncate it.
 
     Unless it `knows_former`, the former name of a message's reasoning is not read: vLLM's /tokenize
     does not.
@@ -525,7 +525,7 @@ def prompt_of(members: dict[str, Any], *, knows_former: bool = True) -> list[int
         for message in members["messages"]:
             former = message.get("reasoning_content") if knows_former else None
             turns.append(message | {"reasoning": former} if former else message)
-        return ids_of_messages(turns)
+        return ids_of_messages(turns)[-(members.get("truncate_prompt_tokens") or 0) :]
     if "input" in members:  # of responses: a text or messages
         question = members["input"]
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else question

@@ -34,6 +34,7 @@ from kvd.gateway.requests import (
     CHAT_MEMBERS,
     PROMPT_MEMBERS,
     TOOL_CHOICE,
+    TRUNCATES,
     UNLISTED,
     Api,
     ClientRequest,
@@ -341,8 +342,13 @@ def renders(facts: Facts, asked: ClientRequest) -> bool:
 
 
 def remembers(asked: ClientRequest) -> bool:
-    """Returns whether a conversation can be remembered: none with a salt, whose blocks differ."""
-    return asked.api is Api.CHAT and asked.salt is None and "messages" in asked.spans
+    """Returns whether a conversation can be remembered.
+
+    With a salt its blocks differ; if the engine truncates it, the next turn begins elsewhere.
+    """
+    if asked.api is not Api.CHAT or asked.salt is not None or asked.sets(TRUNCATES):
+        return False
+    return "messages" in asked.spans
 
 
 def context_of(asked: ClientRequest, served: Served, basis: bytes) -> bytes:

@@ -181,3 +181,17 @@ async def test_reasoning_under_its_former_name() -> None:
                 assert source(answered) == "tokenize"
                 count = int(answered.headers["x-kvd-prompt-tokens"])
                 assert count == answered.json["usage"]["prompt_tokens"]
+
+
+async def test_truncated_conversations_are_not_remembered() -> None:
+    """The blocks of one turn are not those with which the next one begins."""
+    async with fleet(EngineOptions(events=False, renders=True)) as (client, _, _):
+        turns = [TEXT]
+        for _ in range(3):
+            answered = await client.chat(*turns, truncate_prompt_tokens=40)
+            assert source(answered) == "render"
+            usage = answered.json["usage"]
+            assert int(answered.headers["x-kvd-prompt-tokens"]) == usage["prompt_tokens"] == 40
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert int(answered.headers["x-kvd-matched-tokens"]) == cached
+            turns.append("and so on and so on")
