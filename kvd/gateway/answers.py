@@ -13,8 +13,9 @@ from kvd_core.relay.relay import Answer
 NOT_DONE = frozenset((429, 502, 503, 504))
 # Errors of Anthropic's API name no status.
 ANTHROPIC_STATUSES = {"overloaded_error": 503, "rate_limit_error": 429}
-# In the usage of an answer; null if the engine does not report it.
-CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})\b')
+# In the usage of an answer, by OpenAI's and by Anthropic's name; null if the engine does not report
+# it.
+CACHED_TOKENS = re.compile(rb'"cache(?:d|_read_input)_tokens":\s*(\d{1,9})\b')
 # In the body of a 404 for an unknown model; vLLM sets "param" since 0.14.
 MODEL_GONE = re.compile(
     rb'"param":\s*"model"|"model_not_found"|The model `[^`]{1,1000}` does not exist'

@@ -76,6 +76,7 @@ class Attempt:
     prefill_failure: Answer | Ending | None = None
     bound: int | None = None  # the only worker that may still be tried; None: any
     session: str | None = None  # decides where not all tokens of the prompt are known
+    is_single: bool = True  # the cached tokens that its engine reports are those of its prompt
 
     def release(self) -> None:
         """Frees what only another try would need: it may be most of a long answer's memory."""

@@ -195,6 +195,7 @@ class Forwarder:
             path,
             request.unless_left,
             bound=keeper,
+            is_single=asked.is_single,
         )
         if tokens is None or asked.media:
             attempt.session = self._chains.session(asked, served, _tenant(request))
@@ -504,7 +505,7 @@ class Forwarder:
 
     def _note_reported(self, attempt: Attempt, chosen: ChosenEngine, cached: int) -> None:
         """Counts the cached tokens that the engine which computed a prompt reports."""
-        if attempt.prompt_tokens is None:
+        if attempt.prompt_tokens is None or not attempt.is_single:
             return
         count, expected = attempt.prompt_tokens, chosen.matched_tokens
         self._stats.reported_matched_tokens += expected

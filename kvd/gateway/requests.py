@@ -77,6 +77,7 @@ FIELDS = (
     "echo",
     "logprobs",
     "prompt_logprobs",
+    "n",
 )
 # Members that determine a prompt's tokens; they go to an engine's tokenizer unchanged.
 CHAT_MEMBERS = (
@@ -117,6 +118,7 @@ MAX_NESTED_BYTES = 256 * 1024
 # Prompts of token ids in a request, to find the longest one; of more the tokens are not known.
 MAX_PROMPTS = 4096
 MAX_TEXTS_BYTES = 1024 * 1024  # bytes of several text prompts, to find the longest one
+BETWEEN_TEXTS = re.compile(rb'"\s*,\s*"')  # of an array of texts, whose own quotes are escaped
 
 SCANNER = BodyScanner({}, FIELDS, SPANS, MAX_NESTED_BYTES)
 
@@ -151,10 +153,24 @@ class ClientRequest(NamedTuple):
     priority_jump: float | None = None  # seconds by which the request asks to count as older
     media: bool = False  # it has images or sounds, whose tokens do not say which they are
     reads_cache: bool = True  # else its engine computes the whole prompt, whatever is cached
+    wants_one: bool = True  # it asks for one answer to each prompt
 
     def sets(self, *names: str) -> bool:
         """Returns whether any of these members has a value; null stands for none."""
         return any(self.spans.get(name, b"null") != b"null" for name in names)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it asks for one answer to one prompt.
+
+        Of several prompts or answers, engines report the cached tokens of only one.
+        """
+        prompt = self.spans.get("prompt", b"")
+        if not self.wants_one or not prompt.startswith(b"["):
+            return self.wants_one
+        if self.has_texts:
+            return BETWEEN_TEXTS.search(prompt) is None
+        return prompt.count(b"[") <= 2
 
     @property
     def messages(self) -> bytes:
@@ -256,6 +272,7 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         _priority_jump(hints) if hints else None,
         any(has_media(spans[name]) for name in MEDIA_MEMBERS if name in spans),
         not _asks_for_logprobs_of_prompt(api, members),
+        members.get("n") in (None, 1),
     )
 
 

@@ -57,7 +57,8 @@ def gateway_families(
         ("reported_matched_tokens",
          "Number of tokens expected to be cached in requests whose engine reported the real number",
          stats.reported_matched_tokens),
-        ("reported_cached_tokens", "Number of cached tokens that engines reported in their usage",
+        ("reported_cached_tokens",
+         "Number of cached tokens that engines reported for one answer to one prompt",
          stats.reported_cached_tokens),
     ):  # fmt: skip
         yield counter(f"kvd_gateway_{name}_total", help, value)

@@ -163,13 +163,6 @@ async def test_images_are_in_no_tokens() -> None:
         assert decision == "session"
 
 
-async def test_null_stands_for_no_value() -> None:
-    async with fleet(EngineOptions(events=False)) as (client, _, _):
-        nulls = dict.fromkeys(("documents", "reasoning_effort", "truncate_prompt_tokens"))
-        assert source(await client.chat(TEXT, **nulls)) == "tokenize"
-        assert source(await client.chat(TEXT, reasoning_effort="high")) == "none"
-
-
 async def test_reasoning_under_its_former_name() -> None:
     """Engines are asked for the tokens of what they compute: all messages, with their reasoning."""
     for kind in ("vllm", "sglang"):
@@ -181,6 +174,13 @@ async def test_reasoning_under_its_former_name() -> None:
                 assert source(answered) == "tokenize"
                 count = int(answered.headers["x-kvd-prompt-tokens"])
                 assert count == answered.json["usage"]["prompt_tokens"]
+
+
+async def test_null_stands_for_no_value() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, _, _):
+        nulls = dict.fromkeys(("documents", "reasoning_effort", "truncate_prompt_tokens"))
+        assert source(await client.chat(TEXT, **nulls)) == "tokenize"
+        assert source(await client.chat(TEXT, reasoning_effort="high")) == "none"
 
 
 async def test_truncated_conversations_are_not_remembered() -> None:
@@ -195,3 +195,33 @@ async def test_truncated_conversations_are_not_remembered() -> None:
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert int(answered.headers["x-kvd-matched-tokens"]) == cached
             turns.append("and so on and so on")
+
+
+async def test_reports_of_cached_tokens_are_compared_where_they_are_of_the_prompt() -> None:
+    async with fleet(EngineOptions(events=False, renders=True)) as (client, inner, _):
+        stats = inner.stats
+        messages = [{"role": "user", "content": TEXT}]
+        compared = [
+            ("/v1/messages", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "stream": True}),
+            ("/v1/chat/completions", {"messages": messages, "n": 1}),
+            ("/v1/responses", {"input": TEXT}),
+            ("/v1/completions", {"prompt": [f'{TEXT} "a", b']}),
+            ("/v1/completions", {"prompt": [[1, 2] * 30]}),
+        ]
+        for path, members in compared:
+            before = stats.reported_cached_tokens
+            for _ in range(2):
+                answered = await client.post(path, {"model": "demo", "max_tokens": 4, **members})
+                assert answered.status == 200
+            assert stats.reported_cached_tokens > before, path
+        assert stats.reported_matched_tokens == stats.reported_cached_tokens
+        before = stats.reported_cached_tokens
+        for members in (
+            {"prompt": TEXT, "n": 2},
+            {"prompt": [TEXT, "b"]},
+            {"prompt": [[1, 2] * 30, [3]]},
+        ):
+            for _ in range(2):
+                await client.post("/v1/completions", {"model": "demo", "max_tokens": 4, **members})
+        assert stats.reported_cached_tokens == before

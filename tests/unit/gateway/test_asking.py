@@ -158,6 +158,23 @@ def test_of_several_prompts_the_longest_counts(
     assert asked.prompt_text == (None if text is None else text.encode())
 
 
+@pytest.mark.parametrize(
+    ("members", "single"),
+    [
+        ('"prompt":"a, \\"b\\", \\"c"', True),
+        ('"prompt":["a, \\"b\\", \\"c\\", d"],"n":null', True),
+        ('"prompt":[ "a" , "b"]', False),
+        ('"prompt":[1, 2],"n":1', True),
+        ('"prompt":[1, 2],"n":2', False),
+        ('"prompt":[ [1, 2]]', True),
+        ('"prompt":[[1],[2]]', False),
+        ('"prompt":"[[1],[2]]"', True),
+    ],
+)
+def test_one_answer_to_one_prompt(members: str, single: bool) -> None:
+    assert read(Api.COMPLETIONS, [], f"{{{members}}}".encode()).is_single is single
+
+
 def test_ids_that_an_engine_truncates_are_not_those_of_the_prompt() -> None:
     for prompt in ([1, 2, 3], [[1, 2, 3]]):
         for members, has_ids in (({}, True), ({TRUNCATES: None}, True), ({TRUNCATES: 2}, False)):
