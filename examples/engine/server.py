@@ -274,7 +274,7 @@ class EngineServer:
         members = json.loads(request.body)
         names = (self.options.model, *self.options.aliases, *self.options.adapters)
         model = members.get("model") or names[0]
-        if model not in names:
+        if self.options.kind == "vllm" and model not in names:
             text = f"The model `{model}` does not exist."
             return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
         if form is api.Responses:

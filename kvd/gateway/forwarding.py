@@ -176,7 +176,7 @@ class Forwarder:
     async def _attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
         """Reads a request, finds its model, engines and tokens; raises GatewayError."""
         asked = read(api, request.headers, request.body)
-        served = self._served(asked.model)
+        served = self._served(asked.model, asked.adapter)
         engines = self._upstreams.serving(served)
         if not engines:
             text = f"no engine that serves {asked.model or served.model} can be used now"
@@ -246,8 +246,8 @@ class Forwarder:
             raise GatewayError(Reason.PREVIOUS_NOT_FOUND, text, param="previous_response_id")
         return keeper
 
-    def _served(self, name: str | None) -> Served:
-        """Returns the model that a name stands for; raises GatewayError."""
+    def _served(self, name: str | None, adapter: str | None) -> Served:
+        """Returns the model that a name stands for, with an adapter if any; raises GatewayError."""
         if not name:
             name = self._upstreams.only_name()
             if name is None:
@@ -255,9 +255,10 @@ class Forwarder:
                     self._refuse_if_unknown("any model")
                 text = "the request names no model, and the engines do not serve exactly one"
                 raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
-        served = self._upstreams.resolve_model(name)
-        if served is not None:
-            return served
+        named = () if adapter is None else (f"{name}:{adapter}",)
+        for each in (*named, name):
+            if (served := self._upstreams.resolve_model(each)) is not None:
+                return served
         self._refuse_if_unknown(name)
         text = f"The model `{name}` does not exist."
         raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -70,10 +70,15 @@ EVENT_FLAGS: Mapping[EngineKind, str] = {
 class ListedModel:
     """A model as an engine lists it."""
 
-    name: str
+    name: str  # by which requests ask for it
     parent: str | None  # of an adapter: its base model
     max_model_len: int | None  # tokens
     members: Mapping[str, Any] = field(compare=False)  # the model as it stands in the list
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter's name, as KV events have it; None for a base model."""
+        return None if self.parent is None else str(self.members["id"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,11 @@ class Probe:
             block_size = _positive(kv_events.get("block_size")) or block_size
         blocks = tokens // block_size if tokens else None
         version = str(info.get("version") or "")
-        models = await self._models()
+        models = tuple(
+            # By its name alone it would silently be the base model.
+            replace(each, name=f"{each.parent}:{each.adapter}") if each.adapter else each
+            for each in await self._models()
+        )
         return Facts(
             EngineKind.SGLANG,
             version,

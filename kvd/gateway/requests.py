@@ -62,6 +62,7 @@ FLEET_MEMBERS = (
 )
 FIELDS = (
     "model",
+    "lora_path",
     "stream",
     "max_tokens",
     "max_completion_tokens",
@@ -154,6 +155,7 @@ class ClientRequest(NamedTuple):
     media: bool = False  # it has images or sounds, whose tokens do not say which they are
     reads_cache: bool = True  # else its engine computes the whole prompt, whatever is cached
     wants_one: bool = True  # it asks for one answer to each prompt
+    adapter: str | None = None  # SGLang's way to name one beside its base model
 
     def sets(self, *names: str) -> bool:
         """Returns whether any of these members has a value; null stands for none."""
@@ -273,6 +275,7 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         any(has_media(spans[name]) for name in MEDIA_MEMBERS if name in spans),
         not _asks_for_logprobs_of_prompt(api, members),
         members.get("n") in (None, 1),
+        _text(members.get("lora_path")),
     )
 
 

@@ -186,7 +186,7 @@ class Served(NamedTuple):
 
     model: str  # the base model, by which the selection service knows the fleet
     adapter: str | None = None
-    alias: str | None = None  # another name of the model, which some of its engines may lack
+    alias: str | None = None  # another name of either, which some of its engines may lack
 
     @property
     def name(self) -> str:
@@ -618,10 +618,8 @@ class Upstreams:
 
 
 def _served(facts: Facts, listed: ListedModel) -> Served:
-    base = facts.models[0].name
-    if listed.parent is not None:
-        return Served(base, listed.name)
-    return Served(base, alias=listed.name if listed.name != base else None)
+    base, adapter = facts.models[0].name, listed.adapter
+    return Served(base, adapter, listed.name if listed.name != (adapter or base) else None)
 
 
 def _serves(facts: Facts, served: Served) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -354,6 +355,23 @@ async def test_sglang_is_known_by_what_it_says(kvd_process: Start) -> None:
         shown = (await client.get("/status")).json["upstreams"][0]
         assert (shown["engine"], shown["block_size"]) == ("sglang", 16)
         assert (await client.chat(PROMPT)).status == 200
+
+
+async def test_adapters_of_sglang_are_asked_for_beside_their_base(kvd_process: Start) -> None:
+    """By an adapter's name alone SGLang would answer as the base model, without a word."""
+    options = EngineOptions(kind="sglang", adapters=("poet",), events=False)
+    async with serving(kvd_process, options) as (client, running):
+        cards = (await client.get("/v1/models")).json["data"]
+        assert [card["id"] for card in cards] == ["demo", "demo:poet"]
+        assert (await client.get("/v1/models/demo:poet")).json["id"] == "demo:poet"
+        assert (await client.chat(PROMPT, model="poet")).status == 404
+        expected = []
+        for asks in ({"model": "demo:poet"}, {"lora_path": "poet"}, {}, {"lora_path": "nobody"}):
+            answered = await client.chat(PROMPT, **asks)
+            assert answered.status == 200
+            assert asks.items() <= json.loads(running[0].server.received[0]).items()
+            expected.append(int(answered.headers["x-kvd-matched-tokens"]) > 0)
+        assert expected == [False, True, False, True]
 
 
 async def test_a_session_stays_where_tokens_are_not_known(kvd_process: Start) -> None:

@@ -142,7 +142,7 @@ def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for upstream in upstreams:
         for card in upstream.facts.models if upstream.facts is not None else ():
-            known = found.setdefault(card.name, dict(card.members))
+            known = found.setdefault(card.name, {**card.members, "id": card.name})
             for name, value in (
                 ("max_model_len", card.max_model_len),
                 ("created", card.members.get("created")),
