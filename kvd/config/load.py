@@ -360,7 +360,9 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "peers": _peers(values, outgoing),
         "peers_token": read_token("peers_token_file", values["peers_token_file"]),
         "gateway_kvd_token": read_token("gateway_kvd_token_file", values["gateway_kvd_token_file"]),
-        "upstream_key": read_token("upstream_key_file", values["upstream_key_file"]),
+        "upstream_key": read_token(
+            "upstream_key_file", values["upstream_key_file"], tokens.read_key
+        ),
         "upstream_tls": _upstream_tls(values),
         "relay": _options(RelayLimits, values),
         "http": _options(HttpLimits, values),
@@ -437,12 +439,14 @@ def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> AccessPoli
     return AccessPolicy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
-def read_token(name: str, path: Path | None) -> bytes:
+def read_token(
+    name: str, path: Path | None, read: Callable[[Path], bytes] = tokens.read_one
+) -> bytes:
     """Returns the token that alone is in a file, empty without a file; raises `StartError`."""
     if path is None:
         return b""
     with reading(path, name):
-        return tokens.read_one(path)
+        return read(path)
 
 
 def exposed_secrets(config: Config) -> list[Path]:

@@ -23,11 +23,14 @@ MAX_TOKENS = 64  # tokens of a file: every request is compared with each, at 5 n
 # Shortest token: a random one of so many characters has 95 bits and cannot be guessed.
 MIN_TOKEN_BYTES = 16
 
+MAX_KEY_BYTES = 4096  # longest key of engines, which others choose: a JWT has some 1,000
+
 # The folder in which systemd puts /etc/kvd/credentials/tokens: see systemd/kvd.service.
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
 CREDENTIAL = "kvd_tokens"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_BYTES}}}")  # what a header can carry
 _TOKEN = re.compile(rf"[A-Za-z0-9._~+/-]+=*(?<=.{{{MIN_TOKEN_BYTES}}})", re.ASCII)
 _SCOPES = {
     "read": Scope.READ,
@@ -80,6 +83,18 @@ def read_one(path: Path) -> bytes:
     secret = data.decode("latin-1").strip()
     _check(secret)
     return secret.encode()
+
+
+def read_key(path: Path) -> bytes:
+    """Returns the engines' key that alone is in a file; raises OSError and ValueError."""
+    with path.open("rb") as file:
+        data = file.read(2 * MAX_KEY_BYTES)  # as above
+    key = data.decode("latin-1").strip()
+    if not _KEY.fullmatch(key):
+        raise ValueError(
+            f"a key must have 1 to {MAX_KEY_BYTES} visible ASCII characters, no blanks"
+        )
+    return key.encode()
 
 
 def _check(secret: str) -> None:

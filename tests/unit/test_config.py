@@ -344,6 +344,31 @@ def test_tls_is_all_or_nothing_and_its_files_are_readable(tmp_path: Path) -> Non
             load({**whole, face: OFF}, {})
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("EMPTY\n", b"EMPTY"),
+        (" token-abc123", b"token-abc123"),
+        ("a:b,c{d}" * 512, b"a:b,c{d}" * 512),
+        ("", None),
+        ("two words", None),
+        ("caf\u00e9", None),
+        ("a" * 4097, None),
+        ("a" * 10_000, None),
+    ],
+)
+def test_the_engines_key_has_any_form_that_a_header_can_carry(
+    tmp_path: Path, text: str, key: bytes | None
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    if key is not None:
+        assert load({"upstream_key_file": path}, {}).upstream_key == key
+        return
+    with pytest.raises(StartError, match="a key must have 1 to 4096 visible"):
+        load({"upstream_key_file": path}, {})
+
+
 @pytest.mark.parametrize("shared", ["file", "environment"])
 def test_files_of_tls_may_be_for_a_face_of_another_command(tmp_path: Path, shared: str) -> None:
     """The file and the environment are shared by all commands, a flag is for its command alone."""
