@@ -129,6 +129,12 @@ class Choices(Protocol):
         A kvd elsewhere is not notified: there it counts until its time is up.
         """
 
+    def note_computed(self, model: str, rank: tuple[int, int], prompt: Prompt) -> None:
+        """Notes all of a prompt that a rank without events computes, known in part when booked.
+
+        A kvd elsewhere is not notified: there only that part counts as cached.
+        """
+
     def free(self, reservation_id: str) -> None:
         """Ends a booking."""
 
@@ -243,6 +249,13 @@ class LocalChoices:
     def note_refused(self, reservation_id: str, prompt: Prompt) -> None:
         with suppress(NotFound):  # as above
             self._selections.reservations.note_refused(reservation_id, prompt)
+
+    def note_computed(self, model: str, rank: tuple[int, int], prompt: Prompt) -> None:
+        candidates = self._selections.candidates.get(PartitionKey(model, DEFAULT_TENANT))
+        candidate = None if candidates is None else candidates.pool.find(*rank)
+        if candidates is not None and candidate is not None:
+            candidates.pool.match_again(prompt)
+            candidates.pool.predict(candidate, self._selections.clock())
 
     def free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 from uuid import uuid4
@@ -424,8 +425,14 @@ class Forwarder:
         if fault(answer) not in (None, 500):  # 500: it may have computed the prompt
             self._chooser.note_refused(attempt, chosen)
         self._chains.note_answer(attempt.asked, chosen.upstream.worker_id, answer.held)
-        if attempt.later is not None:
-            self._tokens.ask_later(attempt.later)
+        if (later := attempt.later) is not None:
+            computing = chosen.prefill or EngineRank(chosen.upstream, chosen.dp_rank)
+            facts = computing.upstream.facts
+            if facts is not None and not facts.events and fault(answer) is None:
+                rank = computing.upstream.worker_id, computing.dp_rank
+                computed = partial(self._choices.note_computed, attempt.served.model, rank)
+                later = later._replace(computed=computed)
+            self._tokens.ask_later(later)
         attempt.release()
         request.release()
         return Sent(answer.events, chunked, chunked or length is not None, persists)

@@ -400,6 +400,9 @@ class RemoteChoices:
     def note_refused(self, reservation_id: str, prompt: Prompt) -> None:
         pass  # predictions of a kvd elsewhere end with their time
 
+    def note_computed(self, model: str, rank: tuple[int, int], prompt: Prompt) -> None:
+        pass  # as above
+
     def free(self, reservation_id: str) -> None:
         self._put_step(reservation_id, "DELETE")
         booking = self._bookings.pop(reservation_id, None)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -44,7 +44,7 @@ from kvd.gateway.upstreams import Served, Upstream
 from kvd.http.untasked import Untasked, in_task
 from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled, data_bytes
-from kvd_core.selector.selector import Pool
+from kvd_core.selector.selector import Pool, Prompt
 
 DEFAULT_TOKENIZE_S = 0.1  # time in which engines may return the tokens of a prompt
 MAX_ASKED = 2  # engines that are asked for the tokens of a prompt, one after the other
@@ -149,6 +149,8 @@ class Later(NamedTuple):
     body: bytes
     pool: Pool
     engines: Sequence[Upstream]
+    # Called with all of its prompt, where a cache is predicted from what is known of prompts.
+    computed: Callable[[Prompt], None] | None = None
 
 
 class Tokens:
@@ -271,6 +273,8 @@ class Tokens:
         if found is not None:
             found.match(later.pool, later.served.adapter, None)
             self._remember(later.asked, later.served, later.basis, later.pool, found.count)
+            if later.computed is not None:
+                later.computed(later.pool.hold())
 
     async def _ask(
         self, asked: ClientRequest, body: bytes, engines: Sequence[Upstream]

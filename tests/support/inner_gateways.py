@@ -40,6 +40,7 @@ class InnerGateway:
     choices: LocalChoices
     selections: Selections
     stats: GatewayStats
+    tokens: Tokens
     exchanges: Exchanges
     running: Running
 
@@ -79,5 +80,5 @@ async def inner_gateway(
             nursery.start_soon(part.run)
         routes = gateway_routes(upstreams, choices, forwarder, BODY_LIMIT)
         async with serving(routes=routes) as running:
-            yield InnerGateway(upstreams, choices, selections, stats, exchanges, running)
+            yield InnerGateway(upstreams, choices, selections, stats, tokens, exchanges, running)
         nursery.cancel_scope.cancel()

@@ -13,6 +13,7 @@ from examples.engine.options import EngineOptions, Fault
 from kvd.gateway.dns_names import Wanted
 from tests.support.gateways import Answered, Client, Running, engines
 from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.zmtp_fakes import until
 
 TEXT = "a sentence of more than one block " * 8
 
@@ -225,3 +226,16 @@ async def test_reports_of_cached_tokens_are_compared_where_they_are_of_the_promp
             for _ in range(2):
                 await client.post("/v1/completions", {"model": "demo", "max_tokens": 4, **members})
         assert stats.reported_cached_tokens == before
+
+
+async def test_all_of_a_turn_known_in_part_is_predicted_to_be_cached() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, inner, _):
+        turns = []
+        for turn in range(4):
+            turns.append(f"{TEXT} {turn}")
+            answered = await client.chat(*turns)
+            assert source(answered) == ("memory" if turn else "tokenize")
+            cached = answered.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert int(answered.headers["x-kvd-matched-tokens"]) == cached
+            assert (cached > 0) == (turn > 0)
+            await until(lambda: len(inner.tokens.conversations) == len(turns))
