@@ -135,6 +135,12 @@ class Choices(Protocol):
         A kvd elsewhere is not notified: there only that part counts as cached.
         """
 
+    def note_emptied(self, record: WorkerRecord) -> None:
+        """Notes that an engine has lost its cache: it forgets what is predicted of it.
+
+        A kvd elsewhere is not notified: there it counts until its time is up.
+        """
+
     def free(self, reservation_id: str) -> None:
         """Ends a booking."""
 
@@ -256,6 +262,11 @@ class LocalChoices:
         if candidates is not None and candidate is not None:
             candidates.pool.match_again(prompt)
             candidates.pool.predict(candidate, self._selections.clock())
+
+    def note_emptied(self, record: WorkerRecord) -> None:
+        if (candidates := self._selections.candidates.get(record.key)) is not None:
+            for dp_rank in record.ranks:
+                candidates.forget_predicted((record.worker_id, dp_rank))
 
     def free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above

@@ -403,6 +403,9 @@ class RemoteChoices:
     def note_computed(self, model: str, rank: tuple[int, int], prompt: Prompt) -> None:
         pass  # as above
 
+    def note_emptied(self, record: WorkerRecord) -> None:
+        pass  # as above
+
     def free(self, reservation_id: str) -> None:
         self._put_step(reservation_id, "DELETE")
         booking = self._bookings.pop(reservation_id, None)

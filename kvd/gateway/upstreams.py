@@ -94,6 +94,8 @@ class Upstream:
     problem: str | None = None  # why requests are not sent there, for operators
     # It is out for a request that it has not answered well, and has not been asked since.
     in_doubt: bool = False
+    # Nothing listened at its last health check: its process has ended, and its cache with it.
+    ended: bool = False
     failures: int = 0  # failed health checks in a row
     faults: frozenset[str] = frozenset()  # paths that it answers with a fault, as if it had none
     doubts: int = 0  # times in a row that other paths were answered so
@@ -566,10 +568,15 @@ class Upstreams:
         except ExchangeFailed as error:
             if upstream.state is UpstreamState.SERVING and upstream.lacks_room(error):
                 return None  # this says nothing of the engine
+            if upstream.outcome_of(error.outcome) is ExchangeOutcome.UNREACHABLE:
+                upstream.ended = True
             return upstream.fault_of(str(error))
         if not status:
             return f"{path} has not answered within {HEALTH_TIMEOUT_S:g} s"
         if status in (200, 204, 404):  # 404: an engine without that path answers at least
+            if upstream.ended and upstream.facts is not None:
+                self._choices.note_emptied(record_of(upstream, upstream.facts))
+            upstream.ended = False
             return None
         return f"{path} answers {status}"
 

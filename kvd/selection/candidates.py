@@ -244,6 +244,12 @@ class Candidates:
         of_index = 0 if partition is None else partition.index.predicted()
         return of_index + (0 if self.predictions is None else len(self.predictions))
 
+    def forget_predicted(self, rank: tuple[int, int]) -> None:
+        """Forgets all predictions of a rank without events: it has left, or lost its cache."""
+        in_ledger = self.ledger.rank_of(*rank)
+        if self.predictions is not None and in_ledger is not None:
+            self.predictions.forget(in_ledger)
+
     def forget_predictions(self, now: float) -> bool:
         """Forgets some outdated or surplus predictions; True while there may be more."""
         partition = self._partition()

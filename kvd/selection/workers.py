@@ -346,9 +346,7 @@ class Workers:
     ) -> Iterator[None]:
         for number, dp_rank in enumerate(dp_ranks, 1):
             rank = record.worker_id, dp_rank
-            in_ledger = candidates.ledger.rank_of(*rank)
-            if candidates.predictions is not None and in_ledger is not None:
-                candidates.predictions.forget(in_ledger)
+            candidates.forget_predicted(rank)
             yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
             if number % REMOVAL_SLICE == 0:
                 yield

@@ -36,6 +36,7 @@ async def come_back(client: Client, inner: InnerGateway, engine: Running) -> Non
     """Restarts an engine, and waits until it has been asked again what it is."""
     engine.end()
     assert (await client.chat("is it gone?")).status in (502, 503)
+    await until(lambda: all(one.ended for one in inner.upstreams))
     await engine.start()
     await inner.until_serving(engine.url)
 
@@ -53,6 +54,20 @@ async def test_another_model_under_the_same_name() -> None:
         engine.server.options.root = "/models/next"
         await come_back(client, inner, engine)
         assert [source(await client.chat(TEXT)) for _ in range(2)] == ["tokenize", "memory"]
+
+
+async def test_an_engine_that_was_restarted_caches_nothing() -> None:
+    async with fleet(EngineOptions(events=False)) as (client, inner, engine):
+        matched = []
+        for restarts in (False, False, True, False):
+            if restarts:
+                await come_back(client, inner, engine)
+                engine.server.reset()
+            answered = await client.chat(TEXT)
+            matched.append(int(answered.headers["x-kvd-matched-tokens"]))
+            cached = answered.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert matched[-1] == cached
+        assert [count > 0 for count in matched] == [False, True, False, True]
 
 
 async def test_another_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +137,10 @@ async def test_what_an_engine_refuses_is_not_predicted_to_be_cached() -> None:
             assert (await client.chat(prompt)).status >= 400, name
             options.max_model_len = usual
             if name == "gone":
+                engine.server.reset()
                 await engine.start()
             await inner.until_serving(engine.url)
+            await client.chat(shared)
             answered = await client.chat(prompt)
             matched = int(answered.headers["x-kvd-matched-tokens"])
             assert 0 < matched == answered.json["usage"]["prompt_tokens_details"]["cached_tokens"]
