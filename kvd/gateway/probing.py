@@ -146,12 +146,13 @@ class Probe:
         events, replays = self._sources(sources if isinstance(sources, dict) else {})
         ranks = sorted({cache.get("engine", 0) for cache in caches}) or sorted(events) or [0]
         first = caches[0] if caches else {}
+        blocks = first.get("num_gpu_blocks")  # of all ranks of this server together
         return Facts(
             EngineKind.VLLM,
             version,
             models,
             first.get("block_size") or DEFAULT_BLOCK_SIZE,
-            first.get("num_gpu_blocks"),
+            None if blocks is None else blocks // len(ranks),
             range(ranks[0], ranks[0] + len(ranks)),
             {rank: events[rank] for rank in ranks if rank in events},
             {rank: replays[rank] for rank in ranks if rank in replays},

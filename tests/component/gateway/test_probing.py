@@ -38,7 +38,8 @@ async def facts_of(answers: dict[str, object]) -> Facts | None:
                 head, _, data = data.partition(b"\r\n\r\n")
                 path = head.split(b" ")[1].decode()
                 data = b"" if path.endswith("render") else data
-                body = json.dumps(answers.get(path)).encode()
+                answer = answers.get(path)
+                body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
                 status = 200 if path in answers else 404
                 line = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
                 await stream.send_all(line + body)
@@ -88,6 +89,14 @@ async def test_ranks_that_are_none_are_passed_over(rank: str) -> None:
         "/kv_event_sources": {rank: source},
     }
     assert await ask(answers) is EngineKind.VLLM
+
+
+async def test_the_blocks_of_a_rank_are_its_share_of_all() -> None:
+    labels = 'block_size="32",num_gpu_blocks="512"'
+    lines = [f'vllm:cache_config_info{{{labels},engine="{rank}"}} 1.0\n' for rank in (4, 5)]
+    answers = {"/version": {"version": "1"}, "/v1/models": MODELS, "/metrics": "".join(lines)}
+    facts = await facts_of(answers)
+    assert facts is not None and (facts.ranks, facts.blocks) == (range(4, 6), 256)
 
 
 async def test_models_with_names_that_nobody_could_ask_for_are_passed_over() -> None:
