@@ -62,7 +62,9 @@ TOKENS_BYTES = 16 * 1024 * 1024
 # Turns whose tokens are still to be asked for in the background; further ones are not remembered.
 MAX_LATER = 256
 ASKING_LATER = 1  # turns asked for at a time: under load, more would slow down the requests
-LATER_S = 0.25  # time for the tokens of a turn in the background, or up to twice as long
+# Shortest time for the tokens of a turn in the background: no less than a request waits for them,
+# and up to twice as long.
+LATER_S = 0.25
 BYTES_PER_TOKEN = 4  # estimates the length of a text whose tokens are not known
 
 # Members that determine a chat's tokens, except the messages.
@@ -169,6 +171,7 @@ class Tokens:
         self._stats = stats
         self._turn = 0
         self._tokenize_s = tokenize_s
+        self._later_s = max(LATER_S, tokenize_s)
         self._later: deque[Later] = deque()
         self._asking: set[Untasked] = set()  # without a task: they only wait for the relay
 
@@ -177,7 +180,7 @@ class Tokens:
         before: set[Untasked] = set()
         try:
             while True:
-                await trio.sleep(LATER_S)
+                await trio.sleep(self._later_s)
                 self._give_up(before & self._asking)
                 before = set(self._asking)
         finally:

@@ -16,7 +16,7 @@ from kvd.wire.urls import parse_url
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Pool
 from tests.support.relaying import Script, relaying
-from tests.support.zmtp_fakes import until
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 URL = "http://127.0.0.1:8000"
 TOKENS_ANSWER = b'HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{"tokens":[1,2,3,4]}'
@@ -97,6 +97,27 @@ async def test_an_engine_without_others_is_asked_once() -> None:
         assert await tokens.find(asked, served, basis, body, engines) is None
         assert exchanges.relay.stats()["begun"] == 1
         assert stats.token_source_failures.total() == 1
+
+
+async def test_a_turn_in_the_background_has_as_long_as_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LATER_S", 0.01)
+
+    async def slow(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await trio.sleep(0.1)
+        await stream.send_all(TOKENS_ANSWER)
+
+    async with relaying(slow) as (exchanges, engine, _):
+        stats = GatewayStats()
+        tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tokens.run)
+            tokens.ask_later(later(engine, 1))
+            await until(lambda: len(tokens.conversations) == 1)
+            assert stats.token_source_failures.total() == 0
+            nursery.cancel_scope.cancel()
 
 
 async def test_turns_beyond_the_bound_are_not_asked_for() -> None:
