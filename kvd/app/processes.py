@@ -189,15 +189,15 @@ class _Supervisor:
 
     def run(self, *, reloads: bool) -> int:
         """Runs until a signal ends it; returns the exit code: in a child that of its daemon."""
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * reloads]
         with closing(Signals(*numbers)) as signals:
             while self._is_running():
                 for child in self._children:
                     if child.due_at is None or child.due_at > time.monotonic():
                         continue
+                    # The child keeps these signals blocked: one that comes before it can read it
+                    # waits, instead of ending it.
                     if (pid := os.fork()) == 0:
-                        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                         return self._become(child)
                     self._note_started(child, pid)
                 self._wait(signals)

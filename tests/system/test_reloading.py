@@ -379,6 +379,21 @@ def test_a_storm_of_sighups_ends_neither_start_nor_service_nor_stop(tmp_path: Pa
         assert "event=stopped" in server.stderr
 
 
+def test_a_storm_of_sighups_ends_none_of_several_processes_that_start(tmp_path: Path) -> None:
+    settings = 'upstreams = ["http://127.0.0.1:1"]\ngateway_processes = 4\n'
+    with starting(tmp_path, "gateway", settings) as server:
+        server.wait_until(lambda: reads(server.process.pid, signal.SIGHUP), "ready for signals")
+
+        def serve() -> bool:
+            for _ in range(10_000):  # so that some come right behind each fork
+                server.process.send_signal(signal.SIGHUP)
+            return server.stderr.count("event=serving") == 5  # four gateways and the kvd
+
+        server.wait_until(serve, "serving")
+        assert "event=process_ended" not in server.stderr
+        assert server.stop() == 0, server.stderr
+
+
 def test_a_reload_while_requests_end_is_refused_and_ends_none(tmp_path: Path) -> None:
     body = b'{"instance_id": 1, "model_name": "m"}'
     head = "POST /unregister HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
