@@ -19,6 +19,7 @@ RETRY_S a new journal is tried, which begins with everything that is booked then
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -121,7 +122,8 @@ class JournalWriter:
         self._bound = MAX_JOURNAL_BYTES
         self._dropped = 0  # records dropped so far when the journal was begun
         self._synced = 0  # bytes of the file that are on the disk
-        self._is_whole = False  # the file has everything that was booked when it was begun
+        self._whole = math.inf  # bytes of the file with everything that was booked at its begin
+        self._begun_at = -math.inf  # when the last journal was begun or tried
 
     async def run(self) -> None:
         """Writes records until it is cancelled; `finish` writes those that wait then."""
@@ -133,17 +135,19 @@ class JournalWriter:
         """Syncs the file to the disk every SYNC_S, however long that takes: nobody waits for it."""
         while True:
             await trio.sleep(SYNC_S)
+            number = self._number
             try:
                 await self.sync()
             except OSError as error:
-                self._failed(error)
+                if number == self._number:  # a new journal needs the one before no more
+                    self._failed(error)
 
     async def sync(self) -> None:
         """Syncs the written records to the disk; raises OSError, also if the journal is gone."""
         if self._file is None or self._has_failed:
             return
         # A new journal may be begun while the thread works.
-        file, size, number, is_whole = os.dup(self._file), self._size, self._number, self._is_whole
+        file, size, number = os.dup(self._file), self._size, self._number
         try:
             await trio.to_thread.run_sync(self._put_on_disk, number, file, self._synced != size)
         finally:
@@ -155,8 +159,12 @@ class JournalWriter:
         if number != self._number:
             return
         self._synced = size
-        if is_whole:
-            await trio.to_thread.run_sync(self._directory.drop_journals, number)
+        if size < self._whole:
+            return
+        if self.error is not None:
+            log.info("state_journal_resumed", path=str(self._directory.path))
+            self.error = None
+        await trio.to_thread.run_sync(self._directory.drop_journals, number)
 
     def _put_on_disk(self, number: int, file: int, has_unsynced: bool) -> None:
         """In a thread: syncs a journal, and checks that the next start will find it."""
@@ -167,13 +175,12 @@ class JournalWriter:
 
     async def _write_all(self) -> NoReturn:
         while True:
-            if self._has_failed:
-                await trio.sleep(RETRY_S)
-            elif self._file is not None:
+            if not self._has_failed:
                 await trio.sleep(FLUSH_S)
                 await self.flush()
-            has_ended = self._file is None or self._has_failed
-            if has_ended or self._size > self._bound or self._has_hole():
+            if self._has_failed:  # the first time since long, a new journal is tried at once
+                await trio.sleep_until(self._begun_at + RETRY_S)
+            if self._has_failed or self._size > self._bound or self._has_hole():
                 await self.begin()
 
     async def finish(self) -> None:
@@ -184,7 +191,11 @@ class JournalWriter:
         self._close()
 
     async def begin(self) -> None:
-        """Begins a journal with everything that is booked now; then earlier ones are not needed."""
+        """Begins a journal with everything that is booked now.
+
+        Once that is on the disk, earlier ones are not needed.
+        """
+        self._begun_at = trio.current_time()
         if self._has_failed:  # there is no file for the records that wait
             self.stats.lost_bytes += len(self._journal.take())
         await self.flush()  # to the journal before, which may still be needed
@@ -196,6 +207,7 @@ class JournalWriter:
         except OSError as error:
             self._failed(error)
             return
+        before = None if self._file is None or self._synced else self._number
         self._close()
         self._number, (self._file, self._size) = number, made
         self._synced = 0
@@ -204,7 +216,7 @@ class JournalWriter:
         if is_behind_hole:  # the records that wait are from around it, and are exported anew below
             self.stats.lost_bytes += len(self._journal.take())
             self._journal.put(HOLE, b"")
-        self._is_whole = False
+        self._whole = math.inf
         self._dropped = self._journal.dropped
         self._bound = MAX_JOURNAL_BYTES
         try:
@@ -221,12 +233,11 @@ class JournalWriter:
             await trio.to_thread.run_sync(self._directory.drop_journal, number)
         if self._has_failed or self._has_hole():
             return
-        if self.error is not None:
-            log.info("state_journal_resumed", path=str(self._directory.path))
-            self.error = None
         self._bound = max(MAX_JOURNAL_BYTES, GROWTH * self._size)
-        self._is_whole = True
+        self._whole = self._size
         self.stats.begun += 1
+        if before is not None:  # it never reached the disk, and the process needs the new one alone
+            await trio.to_thread.run_sync(self._directory.drop_journal, before)
 
     def _has_hole(self) -> bool:
         """Returns whether records of this journal were dropped because too many waited."""

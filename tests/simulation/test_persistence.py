@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -319,6 +320,7 @@ async def lives(folder: Path, clocks: Clocks, seed: int) -> None:
                         written = before[-1]  # the disk had room for this flush
                     elif random.randrange(3):
                         await process.writer.begin()
+                        await process.writer.sync()
                         assert process.writer.error is None
                         written = before[-1]
                     else:
@@ -534,6 +536,7 @@ def test_a_disk_with_little_room_keeps_what_it_had(
             assert process.writer.error is not None
             assert [number for number, _ in process.directory.journals()] == [1]
         await process.writer.begin()
+        await process.writer.sync()
         assert process.writer.error is None
         process.die()
         assert await has_it(tmp_path)
@@ -541,6 +544,52 @@ def test_a_disk_with_little_room_keeps_what_it_had(
         assert messages == ["state_journal_failed", "state_journal_resumed"]
 
     trio.run(main)
+
+
+def test_a_disk_that_syncs_nothing_is_tried_at_intervals_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each journal is whole for a killed process, and none for a power failure."""
+    caplog.set_level("INFO")
+    clock = trio.testing.MockClock(rate=50)
+    begun: list[float] = []
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        await process.writer.sync()
+        create = process.directory.create_journal
+        (first,) = process.directory.journals()
+
+        def create_and_note(header: Header) -> tuple[int, int]:
+            begun.append(clock.current_time())
+            return create(header)
+
+        def fail(number: int, file: int) -> bool:
+            raise OSError(5, "Input/output error")
+
+        process.directory.create_journal = create_and_note  # type: ignore[method-assign]
+        has_journal = process.directory.has_journal
+        process.directory.has_journal = fail  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.run)
+            while len(begun) < 4:
+                await trio.sleep(journal.FLUSH_S)
+                # The first is on the disk, and the last two are not.
+                assert len(process.directory.journals()) <= 3
+                assert first in process.directory.journals()
+            assert min(b - a for a, b in pairwise(begun)) >= journal.RETRY_S
+            messages = [record.getMessage() for record in caplog.records]
+            assert messages == ["state_journal_failed"]
+            process.directory.has_journal = has_journal  # type: ignore[method-assign]
+            while (number := len(process.directory.journals())) > 1 or process.writer.error:
+                assert number <= 3
+                await trio.sleep(journal.FLUSH_S)
+            nursery.cancel_scope.cancel()
+        process.die()
+        assert await has_it(tmp_path)
+        assert caplog.records[-1].getMessage() == "state_journal_resumed"
+
+    trio.run(main, clock=clock)
 
 
 def test_hashes_are_those_that_were_booked(tmp_path: Path) -> None:
