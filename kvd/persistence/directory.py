@@ -76,8 +76,8 @@ class StateDirectory:
         try:
             put(file, opening(header))
         except BaseException:
-            os.close(file)
             self.drop_journal(header.number)
+            os.close(file)
             raise
         return file, len(opening(header))
 
@@ -164,8 +164,9 @@ class NewFile:
 
     def drop(self) -> None:
         """Gives the new file up."""
-        os.close(self._file)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # a disk in the network may report a fault this late
+            os.close(self._file)
+        with suppress(OSError):  # the next start removes what stays
             self._new.unlink()
 
     def _put(self, data: bytes) -> None:

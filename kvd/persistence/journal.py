@@ -300,5 +300,6 @@ class JournalWriter:
 
     def _close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            with suppress(OSError):  # a disk in the network may report a fault this late
+                os.close(self._file)
             self._file = None

@@ -517,6 +517,31 @@ def test_a_file_that_a_thread_may_write_to_stays_open(tmp_path: Path) -> None:
     trio.run(main)
 
 
+def test_a_fault_at_the_close_of_a_journal_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk in the network may report only then that it has not taken some bytes."""
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        file, close = process.writer._file, os.close
+
+        def close_with_fault(descriptor: int) -> None:
+            close(descriptor)
+            if descriptor == file:
+                raise OSError(122, "Disk quota exceeded")
+
+        monkeypatch.setattr(os, "close", close_with_fault)
+        await process.writer.begin()
+        monkeypatch.undo()
+        await process.writer.sync()
+        assert [number for number, _ in process.directory.journals()] == [2]
+        process.die()
+        assert await has_it(tmp_path)
+
+    trio.run(main)
+
+
 def test_a_disk_with_little_room_keeps_what_it_had(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
