@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 from kvd.persistence.frames import END, Content, Header, frame, opening, packed
 
@@ -40,6 +41,7 @@ class StateDirectory:
         """Makes the directory if it is missing, and takes it; raises InUse, or another OSError."""
         self.path = path
         self._lock = _taken(path)
+        self._one_at_a_time = Lock()
         self._replaced: dict[Content, os.stat_result] = {}  # files that were put in place
 
     def close(self) -> None:
@@ -105,12 +107,13 @@ class StateDirectory:
 
         Raises InUse if another process owns the directory that is there now, or another OSError.
         """
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
-                return
-        lock = _taken(self.path)
-        os.close(self._lock)
-        self._lock = lock
+        with self._one_at_a_time:  # threads write several files at once
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
+                    return
+            lock = _taken(self.path)
+            os.close(self._lock)
+            self._lock = lock
 
     def replace(self, header: Header, frames: Iterable[bytes]) -> int:
         """Writes a file whole, puts it in place of the last one, and returns its size.
@@ -221,5 +224,6 @@ def _take(lock: int) -> None:
     except BlockingIOError:
         owner = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
         raise InUse(errno.EBUSY, f"it is in use by process {owner or 'unknown'}") from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # only a message needs the number, and the disk may be full
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import shutil
 import time
 from array import array
@@ -42,6 +41,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.journal import Journal
 from tests.support.budget import scaled
+from tests.support.full_disks import no_longer_files
 from tests.support.selecting import M, Service, worker
 
 TTL_S = 50
@@ -169,17 +169,6 @@ def full_disk(process: Process, room: int) -> Iterator[None]:
     (_, path) = process.directory.journals()[-1]
     with no_longer_files(path.stat().st_size + room):
         yield
-
-
-@contextmanager
-def no_longer_files(size: int) -> Iterator[None]:
-    """Lets no file grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Clocks:

@@ -64,6 +64,7 @@ Readers and checks:
     chances          random draws come up as often as they should
     descriptors, ports
                      counts open descriptors; ports that no other test run gets
-    little_memory    leaves the process little memory
+    little_memory, full_disks
+                     leave the process little memory, or little room in its files
     budget, tiers    scales random tests; holds tests to the rules of their folder
 """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -19,6 +22,7 @@ from kvd.persistence.frames import (
     frame,
     opening,
 )
+from tests.support.full_disks import no_longer_files
 
 THEN = ClockReading(clock=100.0, monotonic=5000.0, wall=1e9, boot="one")
 HEADER = Header(Content.REGISTRATIONS, "process", THEN)
@@ -146,6 +150,30 @@ def test_a_directory_that_was_put_elsewhere_is_taken_again(tmp_path: Path) -> No
         first.replace(HEADER, FRAMES)
     first.close()
     second.close()
+
+
+def test_threads_that_write_take_a_directory_again_together(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    directory = StateDirectory(path)
+    contents = Content.INDEX, Content.REGISTRATIONS
+
+    def replace(content: Content, at_once: Barrier) -> None:
+        at_once.wait()
+        directory.replace(Header(content, "process", THEN), FRAMES)
+
+    with ThreadPoolExecutor(len(contents)) as threads:
+        for _ in range(100):
+            shutil.rmtree(path)
+            at_once = Barrier(len(contents))
+            for done in [threads.submit(replace, content, at_once) for content in contents]:
+                done.result()
+    directory.close()
+
+
+def test_a_full_disk_keeps_nobody_from_a_directory(tmp_path: Path) -> None:
+    StateDirectory(tmp_path).close()
+    with no_longer_files(0):
+        StateDirectory(tmp_path).close()
 
 
 def test_a_write_that_fails_leaves_the_last_file(written: Path) -> None:
