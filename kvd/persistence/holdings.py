@@ -23,6 +23,7 @@ from kvd.index.partitions import SizedKey, State
 from kvd.index.publishers import Publisher, PublisherKey, Publishers
 from kvd.persistence.frames import Damaged, packed, unpacked
 from kvd.wire.event_order import KeptStream
+from kvd.wire.losses import with_loss
 from kvd.wire.position import NOWHERE, KeptLosses, StreamPosition
 from kvd.wire.standard_events import KeptPublication
 from kvd_core.conductor.kept_holdings import HoldingsDump, HoldingsRestore
@@ -33,6 +34,9 @@ PUBLISHERS = ord("P")  # positions of at most SLICE_PUBLISHERS publishers
 NUMBERS = ord("N")  # event numbers in at most SLICE_STREAMS streams of one publisher
 HOLDINGS = ord("B")  # a piece of the dump
 KINDS = (PUBLISHERS, NUMBERS, HOLDINGS)
+
+# The loss of a stream of a snapshot that the index has not taken whole.
+NO_ROOM = "the index had no room for its snapshot"
 
 SLICE_PUBLISHERS = 16  # publishers examined between two checkpoints: about 0.2 ms
 SLICE_STREAMS = 256  # streams of one publisher examined between two checkpoints
@@ -197,6 +201,7 @@ class Restoring:
 
     def __init__(self, state: State, publishers: Publishers, holdings: Holdings) -> None:
         self._publishers = publishers
+        self._budget = state.budget
         self._kept: list[tuple[KeptPublisher, Publisher]] = []
         groups: dict[SizedKey, list[Publisher | None]] = {}
         for each in holdings.publishers:
@@ -217,13 +222,15 @@ class Restoring:
 
     async def run(self, note: Callable[[int], None]) -> None:
         """Restores the holdings, and lets other tasks run; calls `note` with the blocks so far."""
-        stored = 0
+        stored, refused = 0, self._budget.refused
         for restore in self._restores:
             while restore.apply(SLICE_STEPS):
                 note(stored + restore.blocks)
                 await trio.lowlevel.checkpoint()
             stored += restore.blocks
         note(stored)
+        is_whole = self._budget.refused == refused
         for kept, publisher in self._kept:
-            self._publishers.take_over(publisher, kept.position, kept.publication, kept.streams)
+            position = kept.position if is_whole else with_loss(kept.position, NO_ROOM)
+            self._publishers.take_over(publisher, position, kept.publication, kept.streams)
             await trio.lowlevel.checkpoint()

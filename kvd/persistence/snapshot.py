@@ -38,7 +38,8 @@ from kvd.persistence.frames import (
     packed,
     unpacked,
 )
-from kvd.persistence.holdings import Holdings, HoldingsReader
+from kvd.persistence.holdings import NO_ROOM, Holdings, HoldingsReader
+from kvd.wire.losses import with_loss
 from kvd.wire.position import NOWHERE, KeptLosses, StreamPosition
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
@@ -68,6 +69,11 @@ class Snapshot:
     def blocks(self) -> int:
         """The number of blocks, counted once for each rank and tier, or holder and medium."""
         return sum(entry.blocks for entry in (*self.entries, *self.holdings.entries))
+
+    def note_no_room(self) -> None:
+        """Notes that the index has refused blocks of ranks, of which nobody knows."""
+        for rank, (endpoint, position) in self.positions.items():
+            self.positions[rank] = endpoint, with_loss(position, NO_ROOM)
 
 
 async def write(

@@ -238,7 +238,10 @@ class Keeper:
             self._restored_index.set()
             return None
         else:
+            refused = self._state.budget.refused
             await bring_in(self._state, planned, self._note_blocks)
+            if self._state.budget.refused != refused:
+                found.note_no_room()
             self._registry.take_over(found.positions)
             workers = self.stats.blocks
             await restoring.run(lambda blocks: self._note_blocks(workers + blocks))

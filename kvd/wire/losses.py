@@ -15,7 +15,7 @@ events until `HEARD_AFTER` more numbers have passed without a new rank.
 
 from __future__ import annotations
 
-from kvd.wire.position import KeptLosses
+from kvd.wire.position import KeptLosses, StreamPosition
 from kvd_core.index.prefix_index import ALL_TIERS
 
 # Batches after a loss without a new rank after which no unheard rank is assumed any more. Engines
@@ -90,3 +90,12 @@ class Losses:
         left = self._lacking.pop(rank, 0) & ~tiers
         if left:
             self._lacking[rank] = left
+
+
+def with_loss(position: StreamPosition, why: str) -> StreamPosition:
+    """Returns a position whose stream lacks events from before it, if it had any."""
+    if not position.expected:
+        return position
+    losses = Losses(position.losses)
+    losses.lose(why, position.expected)
+    return position._replace(losses=losses.kept())

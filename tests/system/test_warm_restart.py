@@ -109,6 +109,16 @@ def test_without_a_replay_server_nothing_is_exact(tmp_path: Path) -> None:
         kvd.stop()
 
 
+def test_what_finds_no_room_after_the_restart_is_a_loss(tmp_path: Path) -> None:
+    with engine_of() as engine, kvd_of(tmp_path) as kvd:
+        settle(kvd, engine)
+        kvd.stop()
+        kvd.flags.append(f"--index-max-blocks={len(engine.cache) - 1}")
+        kvd.start()
+        wait(lambda: kvd.health() == ("degraded", "the index had no room for its snapshot"))
+        kvd.stop()
+
+
 def test_an_engine_at_another_address_is_another(tmp_path: Path) -> None:
     with engine_of() as engine, engine_of() as other, kvd_of(tmp_path) as kvd:
         settle(kvd, engine)

@@ -36,8 +36,8 @@ PUBLISHER = Described(ENDPOINT, None, "vLLM", "m", "", "default", "a", 1, 0, "")
 class Process:
     """The state of a daemon with its registries."""
 
-    def __init__(self) -> None:
-        self.state = State()
+    def __init__(self, max_blocks: int = 0) -> None:
+        self.state = State(max_blocks=max_blocks)
         self.registry = Registry(self.state, IdleListeners())
         self.publishers = Publishers(self.state, IdleListeners())
 
@@ -151,3 +151,25 @@ async def test_a_publisher_leaves_while_the_index_is_written() -> None:
     there = {each.described.instance_id: each for each in after.publishers}
     assert [there[name].listener.cursor.expected for name in "ab"] == [0, 1]
     assert [there[name].source.stats()["blocks"] for name in "ab"] == [0, BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "loss"),
+    [
+        (0, "not known to be the same engine"),  # until its replay proves it
+        (BLOCKS - 1, "the index had no room for its snapshot"),
+    ],
+)
+async def test_a_publisher_lacks_what_found_no_room(max_blocks: int, loss: str) -> None:
+    process, after = Process(), Process(max_blocks)
+    for each in (process, after):
+        each.publishers.register(replace(PUBLISHER, replay_endpoint=ENDPOINT))
+    (publisher,) = process.publishers
+    publisher.listener.take(0, stored(0))
+    held = HoldingsReader(100, 2)
+    for kind, content in holdings.contents(process.state, process.publishers):
+        held.take(kind, content)
+    await Restoring(after.state, after.publishers, held.finish()).run(lambda blocks: None)
+    (publisher,) = after.publishers
+    assert publisher.listener.cursor.expected == 1
+    assert publisher.listener.batches.loss == loss
