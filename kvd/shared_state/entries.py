@@ -290,6 +290,7 @@ class Piece:
     # Live bookings without a rank at the writer: face, model, tenant, request id and dot.
     elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
     server_clock: float | None = None  # the server's clock at `clock`; None if not stated
+    also: list[list[Dot]] = field(default_factory=list)  # a booking's dots at other processes
 
     def packed(self) -> bytes:
         members = {
@@ -302,6 +303,7 @@ class Piece:
             "dots": packed_dots(self.dots),
             "outputs": self.outputs,
             "elsewhere": self.elsewhere,
+            "also": self.also,
         }
         content: bytes = msgpack.packb(members)
         return content
@@ -321,10 +323,11 @@ class Piece:
                 read_ledgers(members["l"]),
                 records,
                 read_dots(members["dots"]),
-                # Earlier versions do not write `outputs` and `s`.
+                # Earlier versions do not write `outputs`, `s` and `also`.
                 [None if each is None else _outputs(each) for each in members.get("outputs", ())],
                 list(_elsewhere(members["elsewhere"])),
                 None if members.get("s") is None else moment_of(members["s"]),
+                [[_dot(*dot) for dot in each] for each in members.get("also", ())],
             )
 
 

@@ -16,8 +16,9 @@ only one of them has a request, the other's numbers say whether the request is n
 1. The steps of a writer are applied in the order of their numbers, each once. After a gap no more
    are applied until a view with the missing ones has been merged.
 2. If two writers book the same id, all replicas keep the booking that is first in the stream.
-3. A step belongs to one booking, named by its dot. A step that arrives before its booking is held
-   for a while.
+3. A step belongs to one booking, named by its dot, or by another one: a restored request that no
+   view describes, as after the server was emptied, gets a dot at each process. A step that arrives
+   before its booking is held for a while.
 4. A step counts for a request unless the request's description includes it already. A view includes
    its writer's own steps up to the last one, and the steps of others up to the position at which
    the writer had read the stream.
@@ -123,11 +124,15 @@ class Known:
     """A request that lives, as far as this process knows."""
 
     dot: Dot
-    also: Dot | None  # another dot that it has elsewhere, where it was restored or claimed
     seen: Seen
     face: Face | None  # where it is booked here; None: it waits for a rank
+    also: tuple[Dot, ...] = ()  # other dots that it has elsewhere, where it was restored
     waiting: RequestWithoutRank | None = None
     outputs: dict[str, Outputs] = field(default_factory=dict)  # as other writers reported them
+
+    @property
+    def dots(self) -> tuple[Dot, ...]:
+        return (self.dot, *self.also)
 
     @property
     def foreign_outputs(self) -> int:
@@ -209,7 +214,7 @@ class Mirror:
     def booked_here(self, name: LedgerName, request_id: str) -> None:
         """Notes a booking made here, whose step has the number `own`."""
         dot = Dot(self.writer, self.own)
-        known = Known(dot, None, _all(dot), name.face)
+        known = Known(dot, _all(dot), name.face)
         self.requests[Name(name.face, name.key, request_id)] = known
 
     def stepped_here(self, ledger: LedgerName, step: Stepped) -> Dot | None:
@@ -379,13 +384,15 @@ class Mirror:
             self._take_booking(
                 name, ledger.block_size, *content, [Outputs(*foreign.dot, record.output_blocks)]
             )
+            if known is not None:
+                self.note_dots(name, known.dots)
         else:
             self._take_step(name, foreign, record)
 
     def _take_step(self, name: Name, foreign: ForeignStep, step: Stepped) -> None:
         found = self._find(name)
         known = None if found is None else self.requests[found]
-        is_it = known is not None and foreign.request_dot in (None, known.dot, known.also)
+        is_it = known is not None and foreign.request_dot in (None, *known.dots)
         if found is not None and known is not None and is_it:
             if step.kind == OUTPUT:
                 self._take_output(found, foreign.dot, step)
@@ -444,6 +451,18 @@ class Mirror:
                 if is_due:
                     self._take_step(name, replace(foreign, request_dot=dot), step)
 
+    def note_dots(self, name: Name, dots: Iterable[Dot]) -> None:
+        """Notes dots that a request has elsewhere, and applies the steps that were held for them.
+
+        Each process gives its own dot to a restored request, unless another has described it.
+        """
+        for dot in dots:
+            known = self.requests.get(name)
+            if known is not None and dot not in known.dots:
+                known.also += (dot,)
+                if self._early:
+                    self._take_held(name, dot, False, 0)
+
     def _end_if_later(self, name: Name, known: Known) -> bool:
         """Ends a booking of this process if another's is first in the stream; returns whether."""
         if known.dot.writer != self.writer or known.dot.number <= self.settled:
@@ -462,7 +481,7 @@ class Mirror:
         seen: Seen,
         outputs: list[Outputs],
     ) -> None:
-        known = self.requests[name] = Known(dot, None, seen, None)
+        known = self.requests[name] = Known(dot, seen, None)
         is_new = self._rebook(name, known, block_size, booking, at)
         if is_new:
             known.outputs = {
@@ -570,6 +589,9 @@ class Mirror:
     def _end(self, name: Name) -> None:
         self._deduplicator.note_end(*name[1:])
         known = self.requests[name]
+        if known.also and any(dot.writer == self.writer for dot in known.dots):
+            # Some may have it by our dot alone, after its end: our next view shows that it is gone.
+            self.skip_own()
         if known.face is not None:
             self._mirror_step(self._faces[known.face], name, Step.FREE)
         self._forget(name)
@@ -632,7 +654,7 @@ class Merge:
         mirror = self._mirror
         seen = Seen(piece.position, self._writer, piece.own)
         later = mirror._clock() - piece.clock - age_s
-        dots, outputs = iter(piece.dots), iter(piece.outputs)
+        dots, outputs, others = iter(piece.dots), iter(piece.outputs), iter(piece.also)
         for number, record in enumerate(read(piece.records), 1):
             if isinstance(record, OtherRecord):
                 if record.kind == BOUND:
@@ -640,11 +662,13 @@ class Merge:
             elif isinstance(record, Booked):
                 dot = next(dots, None)
                 foreign = next(outputs, None)
+                also = next(others, [])
                 if foreign is None:
                     foreign = [Outputs(self._writer, piece.own, record.output_blocks)]
                 ledger = piece.ledgers.get(record.ledger)
                 if dot is not None and ledger is not None and mirror._serves(ledger.key):
-                    mirror._quietly(self._merge, ledger, record, dot, seen, later, foreign)
+                    of = dot, *also
+                    mirror._quietly(self._merge, ledger, record, of, seen, later, foreign)
             if number % SLICE == 0:
                 yield
         for face, model_name, tenant_id, request_id, dot in piece.elsewhere:
@@ -660,7 +684,7 @@ class Merge:
         self,
         ledger: LedgerName,
         booked: Booked,
-        dot: Dot,
+        dots: tuple[Dot, ...],
         seen: Seen,
         later: float,
         outputs: list[Outputs],
@@ -670,14 +694,13 @@ class Merge:
         found = mirror._find(name)
         self._mentioned.add(found or name)
         if found is not None:
-            known = mirror.requests[found]
-            if known.dot != dot:
-                known.also = dot
             mirror.bring_up(found, booked, seen, outputs)
-        elif dot.number > self._has_heard(dot.writer):
+            mirror.note_dots(found, dots)
+        elif all(dot.number > self._has_heard(dot.writer) for dot in dots):
             at = min(mirror._clock(), booked.admitted_at + later)
-            content = Booking.of(booked), at, dot, seen, outputs
+            content = Booking.of(booked), at, dots[0], seen, outputs
             mirror._take_booking(name, ledger.block_size, *content)
+            mirror.note_dots(name, dots)
 
     def _has_heard(self, writer: str) -> int:
         mirror = self._mirror
@@ -702,5 +725,6 @@ class Merge:
     def _is_gone(self, name: Name, known: Known) -> bool:
         served = self._head.served
         is_served = not served or (name.key[0], None) in served or tuple(name.key) in served
-        heard = self._head.numbers.get(known.dot.writer, 0)
-        return is_served and name not in self._mentioned and known.dot.number <= heard
+        heard = self._head.numbers
+        has_heard = any(dot.number <= heard.get(dot.writer, 0) for dot in known.dots)
+        return is_served and name not in self._mentioned and has_heard

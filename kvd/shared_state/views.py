@@ -145,15 +145,17 @@ class Views:
         mirror = self._mirror
         dots: list[Dot | None] = []
         outputs: list[list[Outputs] | None] = []
+        also: list[list[Dot]] = []
         for booked in read(records):
             assert isinstance(booked, Booked)
             name = Name(*ledgers[booked.ledger][:2], booked.request_id)
             known = mirror.find(name)
             dots.append(None if known is None else known.dot)
             outputs.append(None if known is None else mirror.outputs_of(known, booked))
+            also.append([] if known is None else list(known.also))
         at = now + self._server_s
         where = mirror.position, mirror.own
-        return Piece(now, *where, ledgers, records, dots, outputs, server_clock=at)
+        return Piece(now, *where, ledgers, records, dots, outputs, server_clock=at, also=also)
 
     def _bare(
         self,

@@ -32,10 +32,11 @@ from kvd.shared_state.mirror import Faces, Merge, Mirror
 from kvd.shared_state.outbox import NUMBERED_AT_ONCE, Outbox
 from kvd.shared_state.session import KnownFleet, Session
 from kvd.shared_state.views import Views
+from kvd.slots.rebooking import Booking, rebook
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
-from kvd_core.ledger.journal import Journal
+from kvd_core.ledger.journal import Booked, Journal, read
 from kvd_core.ledger.ledger import ADDED
 from tests.simulation.memory_server import MemoryServer
 from tests.support.budget import scaled
@@ -74,8 +75,12 @@ class Replica:
         *,
         restored: int = 0,
         registers: bool = False,
+        before: Replica | None = None,
     ) -> None:
-        """Begins with `restored` requests; `registers`: the catalog registers its worker."""
+        """Begins with `restored` requests, or with those of the process `before`.
+
+        `registers`: the catalog registers its worker.
+        """
         self.name = name
         self._server = server
         journal = self.journal = Journal(room)
@@ -100,6 +105,8 @@ class Replica:
         self._scope = trio.CancelScope()
         for number in range(restored):
             self.book(f"old{number}", 0, list(range(128)))
+        if before is not None:
+            self._restore(before)
         self.mirror.note_restored()
         self.deduplicator.resume()
         self.outbox.introduce()
@@ -107,8 +114,20 @@ class Replica:
     def register(self) -> None:
         self.slots.register(KEY, 1, 4, 0, RANKS)
 
+    def _restore(self, before: Replica) -> None:
+        """Books the live requests of another process, as a state directory restores them."""
+        self.standing.note_restored(before.shared.time)
+        records, after = Journal(1 << 20), 0
+        while after is not None:
+            after = before.tracker.ledger.export(records, after, 1 << 20)
+        for booked in read(records.take()):
+            assert isinstance(booked, Booked)
+            booking = Booking.of(booked)
+            outcome = rebook(self.slots, KEY, 4, booking, booked.admitted_at)
+            assert outcome is Outcome.APPLIED
+
     async def run(self) -> None:
-        with self._scope:
+        with trio.CancelScope() as self._scope:
             while True:
                 session = Session(
                     self._server,  # type: ignore[arg-type]
@@ -169,9 +188,9 @@ class World:
         self.live: dict[str, tuple[int, int, bool, int]] = {}
         self.replicas = [self.start() for _ in range(REPLICAS)]
 
-    def start(self) -> Replica:
+    def start(self, before: Replica | None = None) -> Replica:
         self._started += 1
-        replica = Replica(self.server, f"w{self._started}", self._room)
+        replica = Replica(self.server, f"w{self._started}", self._room, before=before)
         self._nursery.start_soon(replica.run)
         return replica
 
@@ -227,11 +246,12 @@ class World:
         self.live[name] = rank, blocks, prefilled, outputs
 
     def kill(self) -> None:
-        """Kills a replica and starts an empty one instead."""
+        """Kills a replica and starts one instead that is empty, or restores its requests."""
         self.is_lossy = True
         number = self.random.randrange(REPLICAS)
-        self.replicas[number].kill()
-        self.replicas[number] = self.start()
+        before = self.replicas[number]
+        before.kill()
+        self.replicas[number] = self.start(self.random.choice([None, before]))
 
     def agree(self) -> bool:
         first, *others = (replica.live(self.booked) for replica in self.replicas)
@@ -265,7 +285,8 @@ class World:
         return "\n".join(lines)
 
 
-@pytest.mark.parametrize("seed", range(scaled(4)))
+# In the last two, requests that a process restores after the server was emptied end elsewhere.
+@pytest.mark.parametrize("seed", sorted({*range(scaled(4)), 5, 38}))
 def test_replicas_come_to_agree(seed: int) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -401,6 +422,28 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_shared: bool) -> No
         server.thaw()
         await trio.sleep(20)
         assert back.shared.time > shared_at
+
+    run(scenario)
+
+
+def test_all_end_what_each_has_restored_on_its_own() -> None:
+    """The server loses everything before each restart, so that no replica sees another's view."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        replicas = [Replica(server, name, restored=6) for name in ("one", "two", "three")]
+        for replica in replicas:
+            nursery.start_soon(replica.run)
+            await trio.sleep(5)
+            replica.kill()
+            server.flush()
+        for replica in replicas:
+            nursery.start_soon(replica.run)
+        await trio.sleep(20)
+        for number in range(6):
+            replica = replicas[number // 2]
+            replica.slots.end(replica.tracker, f"old{number}")
+        await trio.sleep(20)
+        assert [count(each, "old", 6) for each in replicas] == [0, 0, 0]
 
     run(scenario)
 
