@@ -205,6 +205,8 @@ class Mirror:
         self._clock = clock
         self._deduplicator = deduplicator
         self._restored: set[Name] = set()  # restored requests that nobody else has described yet
+        self._from_before: set[Name] = set()  # all restored requests, also those that have ended
+        self._began_at = math.inf
         self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
         self._held = 0  # number of steps in `_early`
         self._eased: set[PartitionKey] = set()  # where waiting selections are to be woken
@@ -241,6 +243,8 @@ class Mirror:
     def note_restored(self) -> None:
         """Notes the requests that are booked before any call can have arrived."""
         self._restored = {each[0] for each in self._unknown() if each is not None}
+        self._from_before = set(self._restored)
+        self._began_at = self._clock()
 
     def claim(self) -> Iterator[None]:
         """Gives dots to bookings here that have none: restored ones, and those with a lost step."""
@@ -286,6 +290,8 @@ class Mirror:
     def prune(self) -> Iterator[None]:
         """Forgets requests that are no longer booked here or have waited too long for a rank."""
         now = self._clock()
+        if now - self._began_at > max(face.expiry_s for face in self._faces.values()):
+            self._from_before.clear()
         writers: set[str] = set()
         for number, (name, known) in enumerate(list(self.requests.items()), 1):
             writers.add(known.dot.writer)
@@ -468,6 +474,7 @@ class Mirror:
         if known.dot.writer != self.writer or known.dot.number <= self.settled:
             return False
         self._end(name)
+        self._from_before.discard(name)  # it goes on as the other's
         self.stats.replaced += 1
         return True
 
@@ -481,6 +488,9 @@ class Mirror:
         seen: Seen,
         outputs: list[Outputs],
     ) -> None:
+        is_old = at < self._began_at and name in self._from_before
+        if is_old and not self._is_booked(name.face, name):
+            return  # it has ended here since it was restored, when nobody knew it by this dot
         known = self.requests[name] = Known(dot, seen, None)
         is_new = self._rebook(name, known, block_size, booking, at)
         if is_new:

@@ -536,6 +536,33 @@ def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
     run(scenario)
 
 
+def test_what_was_restored_and_ended_here_stays_so_though_a_view_has_it() -> None:
+    """A process that restored a request ends it; then a view is merged that names its first dot."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        there = Replica(server, "there")
+        there.book("old0", 0, list(range(128)))
+        there.book("r0", 0, [1])
+        pieces = [piece async for piece in there.views._pieces()]
+        await trio.sleep(1)
+        back = Replica(server, "back", before=there)
+        for _ in back.mirror.claim():
+            pass
+        back.slots.end(back.tracker, "old0")
+        await back.outbox.drain()
+        numbers = {"there": there.mirror.own}
+        head = ViewHead(
+            1, 1, 1, numbers, there.mirror.position, there.mirror.own, partial=False, served=[]
+        )
+        merge = Merge(back.mirror, "there", head)
+        for piece in pieces:
+            assert list(merge.take(piece, 1.0)) == []
+        assert list(merge.finish()) == []
+        assert list(back.live(["old0", "r0"])) == ["r0"]
+
+    run(scenario)
+
+
 def test_steps_behind_an_end_that_came_before_the_booking_are_dropped() -> None:
     """Two replicas end a request; a third one gets both ends before the booking."""
 
