@@ -277,7 +277,9 @@ class _Supervisor:
         if self._stopping:
             self._stop_kvd()
             return
-        if not self._announced and not child.is_ready:  # it cannot start, and has logged why
+        if not self._announced and not child.is_ready:  # it cannot start
+            if code < 0:  # a signal ended it, as when memory is short; else it has logged why
+                log.error("process_ended", process=child.name, code=code)
             self._code = code if code > 0 else 1
             self._stop()
             return

@@ -29,7 +29,8 @@ from tests.support.gateways import (
     trusting,
     wait_serving,
 )
-from tests.support.processes import Server
+from tests.support.processes import STOP_DEADLINE_S, Server
+from tests.support.reloading import starting
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 Start = Callable[..., Server]
@@ -238,6 +239,18 @@ def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
     assert ended.code == 1
     [line] = [line for line in ended.stderr.splitlines() if not line.startswith("ts=")]
     assert bind in line and "in use" in line
+
+
+def test_a_process_killed_at_the_first_start_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # no process serves before it answers
+        engine = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        settings = f'upstreams = ["{engine}"]\ngateway_processes = 2\n'
+        with starting(tmp_path, "gateway", settings) as server:
+            gateways = Fleet(server, [])
+            server.wait_until(lambda: ("gateway-1", "0") in gateways.started(), "started")
+            os.kill(gateways.pid("gateway-1"), signal.SIGKILL)
+            assert server.process.wait(STOP_DEADLINE_S) == 1
+            assert "event=process_ended process=gateway-1 code=-9" in server.stderr
 
 
 async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: Path) -> None:
