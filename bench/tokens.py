@@ -24,7 +24,7 @@ TOKEN = b"bench-0123456789abcdef"
 HELD = (0, 1, 2, 64)  # tokens; a request is compared with all, and shows the last one
 ROUTES = {
     f"{route.method} {route.path}".encode(): route
-    for route in slot_tracker.routes(SlotTrackers(1.0), time.monotonic)
+    for route in slot_tracker.routes(SlotTrackers(1.0))
     if route.hot and "{" not in route.path
 }
 

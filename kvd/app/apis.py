@@ -287,7 +287,7 @@ class Apis:
                 state, registry, known.peers, dumps, test_endpoints=test_endpoints
             ),
             self.slot_tracker: (
-                *slot_tracker.routes(known.slots, trio.current_time),
+                *slot_tracker.routes(known.slots),
                 *of_replicas,
             ),
             self.selection: (

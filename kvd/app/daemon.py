@@ -581,14 +581,15 @@ def _components(
 ) -> Components:
     """Returns the parts that the faces serve, all empty; tasks for replicas run in `listening`."""
     limits = config.index_max_blocks, config.max_partitions
+    clock = trio.lowlevel.current_clock().current_time  # two calls less than trio.current_time
     chronicle = None
     if config.index_chronicle:
-        chronicle = Chronicle(config.index_chronicle, trio.current_time())
+        chronicle = Chronicle(config.index_chronicle, clock())
     state = State(config.hash_seed, *limits, ports.served, chronicle)
     shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
     registry = Registry(state, listeners, *shared)
     slots = SlotTrackers(
-        config.request_expiry_s, ledgers, config.max_partitions, trio.current_time, ports.served
+        config.request_expiry_s, ledgers, config.max_partitions, clock, ports.served
     )
     selections = Selections(
         state,
@@ -596,7 +597,7 @@ def _components(
         config.router,
         config.request_expiry_s,
         Random(),
-        trio.current_time,
+        clock,
         time.time_ns,
         ledgers,
         Readiness(config.min_initial_workers, len(config.peers)),

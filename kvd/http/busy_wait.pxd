@@ -2,6 +2,12 @@
 """Data sheet of BusyWait, with which the idle poller waits for the next request."""
 from libc.stdint cimport int64_t
 
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events
+        short revents
+
 
 cdef class BusyWait:
     cdef int64_t _longest_ns          # longest wait without sleeping; 0: always sleep
@@ -13,8 +19,8 @@ cdef class BusyWait:
     cdef int64_t _busy_until, _pause_ns
     cdef readonly int64_t found_ns, lost_ns
 
-    # Waits until one descriptor is readable; returns what poll(2) does.
-    cdef int wait(self, int fd, int timeout_ms) noexcept nogil
+    # Waits as poll(2) does, and returns the same.
+    cdef int wait(self, pollfd* watched, size_t count, int timeout_ms) noexcept nogil
 
     cdef bint _pays(self, int64_t now) noexcept nogil
     cdef bint _is_machine_busy(self, int64_t now) noexcept nogil

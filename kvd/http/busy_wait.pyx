@@ -21,10 +21,6 @@ from kvd.telemetry.stretches cimport now_ns
 cdef extern from "<poll.h>" nogil:
     enum:
         POLLIN
-    struct pollfd:
-        int fd
-        short events
-        short revents
     int poll(pollfd* fds, unsigned long count, int timeout_ms)
 
 # Share of a core that waits in vain may take, at most.
@@ -57,25 +53,25 @@ cdef class BusyWait:
 
     def wait_readable(self, int fd, int timeout_ms):
         """Waits for a descriptor to be readable; returns whether it is."""
+        cdef pollfd watched
         cdef int ready
+        watched.fd = fd
+        watched.events = POLLIN
         with nogil:
-            ready = self.wait(fd, timeout_ms)
+            ready = self.wait(&watched, 1, timeout_ms)
         return ready > 0
 
-    cdef int wait(self, int fd, int timeout_ms) noexcept nogil:
-        cdef pollfd watched
+    cdef int wait(self, pollfd* watched, size_t count, int timeout_ms) noexcept nogil:
         cdef int64_t began, polled, now
         cdef int ready
         cdef bint is_prompt
-        watched.fd = fd
-        watched.events = POLLIN
         if self._longest_ns == 0:
-            return poll(&watched, 1, timeout_ms)
+            return poll(watched, count, timeout_ms)
         began = now = now_ns()
         if self._pays(began):
             while True:
                 polled = now
-                ready = poll(&watched, 1, 0)
+                ready = poll(watched, count, 0)
                 now = now_ns()
                 if now - polled > kTakenNs:
                     self._taken_ns += now - polled
@@ -88,8 +84,8 @@ cdef class BusyWait:
             self.lost_ns += now - began
             self._credit_ns -= now - began
             self._prompt -= kWeight * self._prompt
-            return poll(&watched, 1, timeout_ms)
-        ready = poll(&watched, 1, timeout_ms)
+            return poll(watched, count, timeout_ms)
+        ready = poll(watched, count, timeout_ms)
         is_prompt = ready > 0 and now_ns() - began <= self._longest_ns + kWakeNs
         self._prompt += kWeight * (is_prompt - self._prompt)
         return ready

@@ -31,7 +31,7 @@ from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.routes import Route, Scope
 from kvd.http.table import Found, RouteTable
-from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
+from kvd.http.transport import ByteStream, ClientTrust, ConnectionPhase, Shared, Transport
 from kvd.http.untasked import IN_TASK, Untasked
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
@@ -236,9 +236,11 @@ class Connection(Transport):
 
     def note_answered(self, route: Route, status: int, seconds: float) -> None:
         """Counts a request that the fast path has answered."""
-        self.shared.stats.requests += 1
-        self.since = self.shared.now
-        self.note_granted(route.scope)
+        shared = self.shared
+        shared.stats.requests += 1
+        self.since = shared.now
+        if self.trust is not ClientTrust.KNOWN:  # asked here, too: a call takes as long as the rest
+            self.note_granted(route.scope)
         if self._listener.observe is not None:
             self._listener.observe(route.path, route.method, status, seconds)
 

@@ -42,7 +42,7 @@ from posix.unistd cimport close, write
 
 import os
 
-from kvd.http.busy_wait cimport BusyWait
+from kvd.http.busy_wait cimport BusyWait, pollfd
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Verdict
 from kvd.telemetry.stretches cimport begin_stretch, end_stretch, enter, kFastPath, leave, now_ns
@@ -74,10 +74,6 @@ cdef extern from "<poll.h>" nogil:
         POLLERR
         POLLHUP
         POLLRDHUP
-    struct pollfd:
-        int fd
-        short events
-        short revents
     int poll(pollfd* fds, unsigned long count, int timeout_ms)
 
 cdef extern from "<sys/socket.h>" nogil:
@@ -352,6 +348,8 @@ cdef class FastPath:
                         self._postponed.push_back(events[rest])
                     self._remind()
                     return kSome
+            if count < kEvents:
+                return kAll
             if now_ns() >= end:
                 return kSome
 
@@ -598,10 +596,12 @@ def serve_row(list pollables not None, int64_t budget_ns, runnable not None):
     cdef int64_t end = now_ns() + budget_ns
     cdef vector[pollfd] watched = _watching(pollables)
     cdef int done = kNothing
-    while _serve_ready(watched, pollables):
+    poll(watched.data(), watched.size(), 0)
+    while _give_turns(watched, pollables):
         done = kAll
         if now_ns() >= end or len(runnable) >= kRunnable:
             return kSome
+        poll(watched.data(), watched.size(), 0)
     return done
 
 
@@ -615,15 +615,13 @@ cdef vector[pollfd] _watching(list pollables):
     return watched
 
 
-cdef bint _serve_ready(vector[pollfd]& watched, list pollables) except -1:
-    """Gives each readable pollable a turn; returns whether any of them had something to do.
+cdef bint _give_turns(const vector[pollfd]& watched, list pollables) except -1:
+    """Gives each pollable that was found readable a turn; returns whether any had something to do.
 
-    A turn is short, so that a pollable with many clients keeps no other waiting. `watched` may have
-    further descriptors behind those of the pollables; it then shows whether these are ready.
+    A turn is short, so that a pollable with many clients keeps no other waiting.
     """
     cdef bint served = False
     cdef Py_ssize_t i = 0
-    poll(watched.data(), watched.size(), 0)
     for pollable in pollables:
         if watched[i].revents:
             served |= <int>pollable.serve_ready(kTurnNs) != kNothing
@@ -649,25 +647,22 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     cdef int64_t left = min(end - now_ns(), linger)
     cdef int64_t row_end
     cdef int timeout_ms, ready
-    cdef bint served = False, more
+    cdef bint served = False
     last.fd = others
     last.events = POLLIN
     watched.push_back(last)
     while left > 0:
         timeout_ms = <int>((left + 999999) // 1000000)
         with nogil:
-            ready = awake.wait(others, timeout_ms)
+            ready = awake.wait(watched.data(), watched.size(), timeout_ms)
         if ready <= 0:
             break
         row_end = begin_stretch() + budget_ns
-        more = _serve_ready(watched, pollables)
-        while more:
+        while _give_turns(watched, pollables):
             served = True
+            poll(watched.data(), watched.size(), 0)
             if now_ns() >= row_end or len(runnable):
                 break
-            more = _serve_ready(watched, pollables)
-        if more:  # the row has used up its time, so it is not known whether more has come
-            poll(watched.data(), watched.size(), 0)
         left = min(end - end_stretch(), linger)
         if watched.back().revents or len(runnable):
             return served, watched.back().revents != 0

@@ -24,10 +24,11 @@ cdef class ImmediateSelection:
 
     # Returns whether a selection can be served here; `reservation_id` is None if it books nothing.
     cpdef bint suits(self, candidates, str reservation_id, str session_id) except -1
-    # Chooses a rank for the prompt that the candidates' pool has matched, and books it under the id
-    # if there is one; `expected` is its tokens of output, or kNone. Returns the candidate, or -1
+    # Chooses a rank for the prompt that the candidates' `pool` has matched, and books it under the
+    # id if there is one; `expected` is its tokens of output, or kNone. Returns the candidate, or -1
     # and changes nothing if only the scheduler can serve it.
-    cdef int64_t serve(self, candidates, str reservation_id, uint32_t expected) except? -2
+    cdef int64_t serve(self, candidates, Pool pool, str reservation_id, uint32_t expected
+                       ) except? -2
 
     cdef bint reserve(self, candidates, Settings settings, Pool pool, size_t candidate,
                       str reservation_id, uint32_t expected) except -1

@@ -61,16 +61,16 @@ cdef class ImmediateSelection:
         nothing if only the scheduler can serve the request.
         """
         cdef uint32_t output = kNone if expected is None else min(expected, U32_MAX - 1)
-        cdef int64_t chosen = self.serve(candidates, reservation_id, output)
+        cdef Pool pool = candidates.pool
+        cdef int64_t chosen = self.serve(candidates, pool, reservation_id, output)
         if chosen < 0:
             return None
-        cdef Pool pool = candidates.pool
         cdef Settings settings = candidates.settings
         c = pool.candidates[chosen]
         return Booked(c.worker_id, c.dp_rank, pool.effective_tokens_of(&settings.c, chosen))
 
-    cdef int64_t serve(self, candidates, str reservation_id, uint32_t expected) except? -2:
-        cdef Pool pool = candidates.pool
+    cdef int64_t serve(self, candidates, Pool pool, str reservation_id, uint32_t expected
+                       ) except? -2:
         cdef Settings settings = candidates.settings
         cdef int64_t candidate = pool.choose_now(
             &settings.c, pool.mask_of(candidates.whole), self.draws.peek(0), NULL

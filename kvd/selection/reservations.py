@@ -84,7 +84,7 @@ class Reservations(LiveRequests[Candidates]):
         self, candidates: Candidates, ask: SelectRequest, reservation_id: str, chosen: Choice
     ) -> Receipt[Candidates]:
         """Books the prompt that the pool has matched; raises as `_admitted` does."""
-        now = self._clock()
+        now = self.clock()
         tokens = self._add(candidates, ask, reservation_id, chosen, now)
         self._added(candidates, ask, reservation_id, chosen, tokens, now)
         return Receipt(candidates, reservation_id, now)
@@ -98,7 +98,7 @@ class Reservations(LiveRequests[Candidates]):
         prefill: Choice,
     ) -> Receipt[Candidates]:
         """Books both phases or neither, the prefill phase under an id of its own."""
-        now, prefill_id = self._clock(), reservation_id + PREFILL_SUFFIX
+        now, prefill_id = self.clock(), reservation_id + PREFILL_SUFFIX
         tokens = self._add(candidates, ask, prefill_id, prefill, now)
         try:
             none = self._add(candidates, ask, reservation_id, decode, now)
@@ -181,7 +181,7 @@ class Reservations(LiveRequests[Candidates]):
         if candidate is None:
             raise NotFound(f"worker {worker_id} dp_rank {dp_rank} is not schedulable")
         lookup(pool)
-        now = self._clock()
+        now = self.clock()
         tokens = 0 if phase is Phase.DECODE else tokens
         blocks = phase is not Phase.PREFILL
         outcome = pool.reserve(

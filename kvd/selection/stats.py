@@ -11,7 +11,8 @@ from enum import IntEnum
 from kvd.errors import Conflict, KvdError, Unavailable
 from kvd.selection.phases import Phase
 from kvd.selection.requests import Choice, SelectRequest
-from kvd.telemetry.metrics import BUCKETS, Histogram
+from kvd.telemetry.counts import Histogram
+from kvd.telemetry.metrics import BUCKETS
 from kvd_core.selector.choice_stats import ChoiceStats
 from kvd_core.selector.selector import Pool
 

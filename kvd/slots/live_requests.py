@@ -112,6 +112,7 @@ class LiveRequests(Generic[Owner]):
     ) -> None:
         """Drops requests older than `expiry_s`; `clock` returns seconds and never goes back."""
         self.expiry_s = expiry_s
+        self.clock = clock
         self.steps: Observers[[Lifecycle]] = Observers()  # notified of the steps of clients
         # Notified of each step of the requests in the sample, within that step.
         self.moments: Observers[[Moment]] = Observers()
@@ -121,7 +122,6 @@ class LiveRequests(Generic[Owner]):
         self.expired = 0
         self.removed = 0  # requests that ended with their ranks
         self._owners = owners
-        self._clock = clock
 
     # ---- hooks that a face may override
 
@@ -224,7 +224,7 @@ class LiveRequests(Generic[Owner]):
     ) -> None:
         """Notifies observers of a step that was taken at `at`, or now."""
         if self.watches(request_id):
-            at = self._clock() if at is None else at
+            at = self.clock() if at is None else at
             self.moments.notify(Moment(at, step, owner.key, request_id, live))
 
     # ---- bookings whose clients have left

@@ -12,13 +12,13 @@ bounded.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from resource import getpagesize
 from typing import Any
 
+from kvd.telemetry.counts import RequestCounts
 from kvd.telemetry.stretches import BOUNDS, stretch_counts
 
 CONTENT_TYPE = b"text/plain; version=0.0.4"
@@ -88,48 +88,15 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-class Histogram:
-    """Counts values by bucket; a bucket's count does not include the buckets below it."""
-
-    __slots__ = ("bounds", "buckets", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.buckets = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.buckets[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-
-@dataclass(slots=True)
-class _Endpoint:
-    methods: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
-    seconds: Histogram = field(default_factory=lambda: Histogram(BUCKETS))
-
-
 class RequestMetrics:
-    """Requests by path, method and outcome. A path appears with its first request."""
+    """Requests by path, method and outcome."""
 
     def __init__(self, prefix: str) -> None:
         """Names of the metrics begin with `prefix`."""
         self._prefix = prefix
-        self._endpoints: dict[str, _Endpoint] = {}
-
-    def observe(self, path: str, method: str, status: int, seconds: float) -> None:
-        """Counts one request to a path that some route has."""
-        if path == METRICS_PATH:
-            return
-        endpoint = self._endpoints.get(path)
-        if endpoint is None:
-            endpoint = self._endpoints[path] = _Endpoint()
-        endpoint.methods[method] = endpoint.methods.get(method, 0) + 1
-        endpoint.seconds.observe(seconds)
-        if status >= 400:
-            kind = "4xx" if status < 500 else "5xx"
-            endpoint.errors[kind] = endpoint.errors.get(kind, 0) + 1
+        counts = RequestCounts(BUCKETS, METRICS_PATH)
+        self.observe = counts.observe
+        self._endpoints = counts.endpoints
 
     def total(self, without: Container[str] = ()) -> int:
         """Returns the number of requests, without those to some paths."""

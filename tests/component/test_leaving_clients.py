@@ -140,7 +140,7 @@ async def test_who_leaves_right_after_asking_has_added_nothing(
     def ask(number: int) -> bytes:
         return request("POST", "/add", {**members, "request_id": f"é{number}"}, more)
 
-    routes = slot_tracker.routes(slots, trio.current_time)
+    routes = slot_tracker.routes(slots)
     await leave_at_once(routes, LEAVING[leaving], parked, ask)
     (tracker,) = slots.trackers.values()
     assert tracker.ledger.stats()["requests"] == 0

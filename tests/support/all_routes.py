@@ -66,7 +66,7 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
             *upstream_routes(unused),
         ),
         "indexer": indexer.routes(state, registry, Peers(), dumps, test_endpoints=True),
-        "slot-tracker": slot_tracker.routes(slots, time.monotonic) + of_replicas,
+        "slot-tracker": slot_tracker.routes(slots) + of_replicas,
         "selection": (
             *selection_routes(selections),
             indexer.dump_route(state, dumps),

@@ -512,7 +512,7 @@ async def test_workers_may_leave_while_they_are_listed() -> None:
 async def test_a_worker_that_comes_back_while_it_leaves_is_empty(nursery: trio.Nursery) -> None:
     """Also if the client that unregistered it leaves. Meanwhile nothing is booked on it."""
     slots = SlotTrackers(300)
-    routes = {route.path: route.handler for route in slot_tracker.routes(slots, lambda: 0.0)}
+    routes = {route.path: route.handler for route in slot_tracker.routes(slots)}
 
     def ask(path: str, members: dict[str, Any]) -> Any:
         return routes[path](Request("POST", path, b"", [], json.dumps(members).encode()))

@@ -133,7 +133,7 @@ def test_the_handlers_let_it_be_heard_too(path: str) -> None:
     faces.register(faces.first)
     tracker = faces.first.tracker(*KEY)
     assert faces.first.add(tracker, "a", 7, 0, HASHES, 48, 0.0, None)
-    (route,) = (each for each in slot_tracker.routes(faces.first, float) if each.path == path)
+    (route,) = (each for each in slot_tracker.routes(faces.first) if each.path == path)
 
     def answered(name: str) -> object:
         body = b'{"model_name":"m","request_id":"%b"}' % name.encode()

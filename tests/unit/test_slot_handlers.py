@@ -42,7 +42,7 @@ class Face:
         self.fill(Tracker(PartitionKey("full", DEFAULT_TENANT), 16, Ledger(1)), "a")
         heavy = Tracker(PartitionKey("heavy", DEFAULT_TENANT), 16)
         self.fill(heavy, *map(str, range(512)), tokens=MAX_TOKENS)
-        self.routes = {route.path: route for route in slot_tracker.routes(self.slots, lambda: NOW)}
+        self.routes = {route.path: route for route in slot_tracker.routes(self.slots)}
 
     def fill(self, tracker: Tracker, *names: str, tokens: int = 48) -> None:
         self.slots.trackers[tracker.key] = tracker

@@ -364,7 +364,7 @@ cdef class SelectHandler(PromptHandler):
         self.body.put_before(pool)
         self.is_matched = True
         cdef int64_t candidate = self.immediate.serve(
-            candidates, self.reservation_id, self.expected
+            candidates, pool, self.reservation_id, self.expected
         )
         if candidate < 0:
             return None

@@ -68,10 +68,9 @@ cdef class AddHandler(SlotHandler):
     ARRAYS = {"sequence_hashes": "i64"}
     FIELDS = (*STEP, "worker_id", "dp_rank", "new_isl_tokens")
 
-    def __init__(self, slots, clock not None):
-        """Takes also a function that returns the time in seconds."""
+    def __init__(self, slots not None):
         super().__init__(slots)
-        self.clock = clock
+        self.clock = slots.clock
         self.adds_request = True
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):

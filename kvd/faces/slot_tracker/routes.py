@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -32,17 +32,15 @@ REGISTERED = (*PARTITION_MEMBERS, "worker_id", "block_size", "dp_start", "dp_siz
 REGISTER = BodyScanner({}, REGISTERED)
 UNREGISTER = BodyScanner({}, (*PARTITION_MEMBERS, "worker_id"))
 
-Clock = Callable[[], float]  # seconds, never going back
 
-
-def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
-    """Returns the face's routes over the daemon's slot trackers; `clock` measures ages."""
+def routes(slots: SlotTrackers) -> tuple[Route, ...]:
+    """Returns the face's routes over the daemon's slot trackers."""
     return (
         health_route(),
         Route("POST", "/register", partial(register, slots), hot=True, scope=Scope.ADMIN),
         Route("POST", "/unregister", partial(unregister, slots), hot=True, scope=Scope.ADMIN),
         Route("GET", "/workers", partial(workers, slots), hot=True),
-        _step("/add", AddHandler(slots, clock)),
+        _step("/add", AddHandler(slots)),
         _step("/prefill_complete", PrefillCompleteHandler(slots)),
         _step("/free", FreeHandler(slots)),
         Route("GET", "/loads", LoadsHandler(slots), hot=True),
@@ -53,7 +51,7 @@ def routes(slots: SlotTrackers, clock: Clock) -> tuple[Route, ...]:
             hot=True,
             scope=Scope.READ,
         ),
-        Route("GET", "/requests/{request_id}", partial(show_request, slots, clock), hot=True),
+        Route("GET", "/requests/{request_id}", partial(show_request, slots), hot=True),
     )
 
 
@@ -122,7 +120,7 @@ def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:
     yield b"[]" if separator == b"[" else b"]"
 
 
-def show_request(slots: SlotTrackers, clock: Clock, request: Request) -> Response:
+def show_request(slots: SlotTrackers, request: Request) -> Response:
     """Shows the accounting of one live request of `?model_name=` and `?tenant_id=`."""
     partition = bodies.parameters(request)
     tracker = _tracker(slots, partition)
@@ -141,7 +139,7 @@ def show_request(slots: SlotTrackers, clock: Clock, request: Request) -> Respons
         "active_prefill_tokens": live.prefill_tokens,
         "prefill_complete": live.prefill_complete,
         "output_blocks": live.output_blocks,
-        "age_s": round(clock() - live.admitted_at, 3),
+        "age_s": round(slots.clock() - live.admitted_at, 3),
     }
     return bodies.json_response(row)
 

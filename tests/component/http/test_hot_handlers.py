@@ -33,7 +33,7 @@ def tracking() -> SlotTrackers:
 
 
 def tracked() -> tuple[Route, ...]:
-    return slot_routes(tracking(), lambda: 0.0)
+    return slot_routes(tracking())
 
 
 async def post(client: Client, form: str, path: str, body: bytes) -> Reply:
@@ -109,7 +109,7 @@ async def test_what_is_booked_is_undone_where_the_answer_cannot_be_told_of(
     def broken(*answer: object) -> None:
         raise RuntimeError("a bug in what counts answers")
 
-    async with serving(routes=slot_routes(slots, lambda: 0.0)) as running:
+    async with serving(routes=slot_routes(slots)) as running:
         running.front._listener.observe = broken
         async with running.client() as client:
             with suppress(trio.EndOfChannel, trio.BrokenResourceError):  # it ends without an answer
