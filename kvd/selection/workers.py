@@ -16,7 +16,7 @@ leaves, here or on another face.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import trio
 
@@ -333,7 +333,7 @@ class Workers:
             candidates.absent.pop((record.worker_id, dp_rank), None)
         candidates.changed()
 
-    async def _drop_ranks(self, record: WorkerRecord, dp_ranks: Iterable[int]) -> None:
+    async def _drop_ranks(self, record: WorkerRecord, dp_ranks: Sequence[int]) -> None:
         """Ends the bookings on ranks that cannot be chosen any more, in slices."""
         candidates = self._candidates.get(record.key)
         if candidates is None:
@@ -342,14 +342,16 @@ class Workers:
             await trio.lowlevel.checkpoint()
 
     def _dropping(
-        self, candidates: Candidates, record: WorkerRecord, dp_ranks: Iterable[int]
+        self, candidates: Candidates, record: WorkerRecord, dp_ranks: Sequence[int]
     ) -> Iterator[None]:
-        for number, dp_rank in enumerate(dp_ranks, 1):
-            rank = record.worker_id, dp_rank
-            candidates.forget_predicted(rank)
-            yield from self._reservations.drop_rank(candidates, rank, record.block_size or 0)
-            if number % REMOVAL_SLICE == 0:
-                yield
+        if candidates.predictions is not None:
+            for number, dp_rank in enumerate(dp_ranks, 1):
+                candidates.forget_predicted((record.worker_id, dp_rank))
+                if number % REMOVAL_SLICE == 0:
+                    yield
+        yield from self._reservations.drop_ranks(
+            candidates, record.worker_id, dp_ranks, record.block_size or 0
+        )
         if not candidates.workers:
             self._left[candidates.key] = None
 

@@ -20,7 +20,7 @@ One thread owns all of it and no method awaits, so each call is one atomic chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -35,8 +35,8 @@ from kvd_core.ledger.ledger import Ledger, LiveRequest
 # Requests expired, or owners examined, between two checkpoints: under 1 ms.
 EXPIRY_SLICE = 64
 
-# Requests that end with their rank, or ranks that end with their worker, between two checkpoints:
-# under 1 ms even if each is logged.
+# Requests that end with their ranks, or ranks whose predictions end, between two checkpoints: under
+# 1 ms even if each is logged.
 REMOVAL_SLICE = 64
 
 # About how many requests a second observers get the steps of, unless one observer wants all. Each
@@ -268,25 +268,27 @@ class LiveRequests(Generic[Owner]):
         ease(owner.ledger)
         return True
 
-    def drop_rank(self, owner: Owner, rank: tuple[int, int], block_size: int) -> Iterator[None]:
-        """Takes a rank out of the ledger, if it is there, and ends its requests.
+    def drop_ranks(
+        self, owner: Owner, worker_id: int, dp_ranks: Sequence[int], block_size: int
+    ) -> Iterator[None]:
+        """Takes ranks of a worker, ascending, out of the ledger, and ends their requests.
 
-        Rests at every yield; until the end the rank stays in the ledger with the requests that are
-        left, and nothing may be booked on it any more. `block_size` is that of its worker, since
-        the owner may have changed its own. The caller eases the ledger, once for all ranks.
+        Rests at every yield; until the end the ranks stay in the ledger with the requests that are
+        left, and nothing may be booked on them any more. `block_size` is that of the worker, since
+        the owner may have changed its own. The caller eases the ledger.
         """
-        number = owner.ledger.rank_of(*rank)
-        if number is None:
-            return
-        while self._drop_some(owner, rank, number, block_size) == REMOVAL_SLICE:
+        while self._drop_some(owner, worker_id, dp_ranks, block_size) == REMOVAL_SLICE:
             yield
 
-    def _drop_some(self, owner: Owner, rank: tuple[int, int], number: int, block_size: int) -> int:
-        removed = owner.ledger.remove_rank(number, REMOVAL_SLICE)
+    def _drop_some(
+        self, owner: Owner, worker_id: int, dp_ranks: Sequence[int], block_size: int
+    ) -> int:
+        removed = owner.ledger.remove_ranks(worker_id, dp_ranks, REMOVAL_SLICE)
         self.removed += len(removed)
         has_listeners = bool(self.steps.subscribers or self.moments.subscribers)
-        for request_id in removed:
+        for request_id, dp_rank in removed:
             if has_listeners:
+                rank = worker_id, dp_rank
                 self._publish(owner.key, block_size, request_id, rank, Step.FREE)
                 self._observe(owner, request_id, Step.FREE, None, None)
             self._forget(request_id)

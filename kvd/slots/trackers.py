@@ -25,7 +25,7 @@ import trio
 from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
 from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, PartitionKey
-from kvd.slots.live_requests import REMOVAL_SLICE, LiveRequests, ease
+from kvd.slots.live_requests import LiveRequests, ease
 from kvd.slots.shared_loads import Ledgers
 from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.lifecycle import Face
@@ -179,10 +179,7 @@ class SlotTrackers(LiveRequests[Tracker]):
             )
         self.changes += 1
         left = tracker.leaving[worker_id] = trio.Event()
-        for number, dp_rank in enumerate(ranks, 1):
-            yield from self.drop_rank(tracker, (worker_id, dp_rank), tracker.block_size)
-            if number % REMOVAL_SLICE == 0:
-                yield
+        yield from self.drop_ranks(tracker, worker_id, ranks, tracker.block_size)
         del tracker.leaving[worker_id]
         if not tracker.workers and not tracker.leaving:
             del self.trackers[key]

@@ -146,18 +146,35 @@ cdef inline int add_ranks(
     return 0
 
 
-cdef inline void remove_rank(Book* book, LoadedRankId id) noexcept nogil:
-    # The book must have no requests on the rank any more.
+cdef inline void remove_ranks(
+    Book* book, uint64_t worker_id, const vector[LoadedRankId]& ids
+) noexcept nogil:
+    # Removes ranks of a worker, ascending, of which the book must have no requests any more. They
+    # are adjacent in `order`, so the entries behind them move only once.
     cdef SharedLoads* shared = book.loads
-    cdef int i
-    cdef size_t at = position_of(book, shared.ranks[id].worker_id, shared.ranks[id].dp_rank)
-    book.order.erase(book.order.begin() + <ptrdiff_t>at)
-    loads.disown(shared, id, book.bit)
-    if not book.order.empty():
+    cdef size_t at, kept, next = 0
+    if ids.empty():
         return
+    at = kept = position_of(book, worker_id, shared.ranks[ids[0]].dp_rank)
+    while next < ids.size():
+        if book.order[at].rank == ids[next]:
+            loads.disown(shared, ids[next], book.bit)
+            next += 1
+        else:
+            book.order[kept] = book.order[at]
+            kept += 1
+        at += 1
+    book.order.erase(book.order.begin() + <ptrdiff_t>kept, book.order.begin() + <ptrdiff_t>at)
+    if book.order.empty():
+        take_no_part(book)
+
+
+cdef inline void take_no_part(Book* book) noexcept nogil:
+    # The opposite of `take_part`, once no rank is the book's any more.
+    cdef int i
     for i in range(kMaxLedgers):
-        if shared.books[i] == book:
-            shared.books[i] = NULL
+        if book.loads.books[i] == book:
+            book.loads.books[i] = NULL
     book.bit = 0
     vector[RequestList]().swap(book.chains)
     vector[Listed]().swap(book.order)
@@ -258,11 +275,13 @@ cdef inline void add_output(Book* book, RequestId id, double fraction) noexcept 
 
 cdef inline void close(Book* book) noexcept nogil:
     # Takes everything away without recording it; other ledgers may continue to use the loads.
+    cdef size_t at
     book.records[0] = book.records[1] = NULL
     while book.requests.by_age.first != kNone:
         end_request(book, book.requests.by_age.first)
-    while not book.order.empty():
-        remove_rank(book, book.order.back().rank)
+    for at in range(book.order.size()):
+        loads.disown(book.loads, book.order[at].rank, book.bit)
+    take_no_part(book)
 
 
 cdef inline size_t bytes_of(Book* book) noexcept nogil:

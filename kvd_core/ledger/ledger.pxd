@@ -4,6 +4,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libcpp.memory cimport unique_ptr
 from libcpp.string_view cimport string_view
+from libcpp.vector cimport vector
 
 from kvd_core.ledger.journal cimport Journal
 from kvd_core.ledger.trie cimport LoadedRankId
@@ -34,6 +35,8 @@ cdef class Ledger:
     # The number of a live request, kNone if there is none.
     cdef RequestId find_request(self, string_view request_id) noexcept
     cdef RequestId find(self, str request_id) except? 0
+    # The ids of those of a worker's ranks that are there; ValueError if these do not ascend.
+    cdef vector[LoadedRankId] known(self, uint64_t worker_id, dp_ranks) except *
     # The same as add(), with an AddOutcome; the caller counts refusals.
     cdef int admit(self, const Admission* admission) except -1
     # Ends the prefill of a live request.

@@ -16,7 +16,9 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.object cimport PyObject
 from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int64_t
 from libcpp.memory cimport make_unique
+from libcpp.vector cimport vector
 
 cimport cython
 from kvd_core.base.rendering cimport PyBytes_New, cut
@@ -156,25 +158,34 @@ cdef class Ledger:
             raise OverflowError("dp ranks must be below 2^32")
         books.add_ranks(self.c, worker_id, first, count)
 
-    def remove_rank(self, LoadedRankId rank, Py_ssize_t limit=PY_SSIZE_T_MAX):
-        """Removes a rank with its requests; returns their ids in order of admission.
+    def remove_ranks(self, uint64_t worker_id, dp_ranks not None, Py_ssize_t limit=PY_SSIZE_T_MAX):
+        """Removes ranks of a worker with their requests; returns (request id, dp rank) of each.
 
-        Ends at most `limit` requests: if that many ids come back, there may be more, and the rank
-        still exists. Other ledgers keep their requests on it, and what these weigh. KeyError if
-        there is no such rank. O(free of each).
+        dp_ranks: in ascending order, else ValueError; those that are not there are passed over. The
+        requests of a rank are returned in order of admission. At most `limit` of them are ended: if
+        that many come back, there may be more, and the ranks still exist. Other ledgers keep their
+        requests on these ranks, and what they weigh. O(free of each), 30 ns a rank, and 16 bytes
+        moved for each rank that sorts behind them.
         """
-        self.own(rank)
-        ids = []
-        cdef RequestId request = self.c.chains[rank].first
-        while request != kNone and len(ids) < limit:
-            ids.append(self.text_of(request))
-            request = self.c.requests.all[request].next[<int>kByRank]
-        while self.c.chains[rank].first != request:
-            books.end_request(self.c, self.c.chains[rank].first)
-        self.removed += len(ids)
-        if len(ids) < limit:
-            books.remove_rank(self.c, rank)
-        return ids
+        cdef vector[LoadedRankId] ranks = self.known(worker_id, dp_ranks)
+        cdef LoadedRankId rank
+        cdef RequestId request
+        ended = []
+        for rank in ranks:
+            dp_rank = self.c.loads.ranks[rank].dp_rank
+            request = self.c.chains[rank].first
+            while request != kNone and len(ended) < limit:
+                ended.append((self.text_of(request), dp_rank))
+                request = self.c.requests.all[request].next[<int>kByRank]
+        cdef Py_ssize_t left = len(ended)
+        for rank in ranks:
+            while left and self.c.chains[rank].first != kNone:
+                books.end_request(self.c, self.c.chains[rank].first)
+                left -= 1
+        self.removed += len(ended)
+        if len(ended) < limit:
+            books.remove_ranks(self.c, worker_id, ranks)
+        return ended
 
     def rank_of(self, uint64_t worker_id, uint32_t dp_rank):
         """Returns the id of a rank, None if there is none. O(log r)."""
@@ -432,6 +443,28 @@ cdef class Ledger:
                     raise MemoryError("the journal is full")
             after += 1
         return None
+
+    cdef vector[LoadedRankId] known(self, uint64_t worker_id, dp_ranks) except *:
+        cdef vector[LoadedRankId] found
+        cdef int64_t before = -1
+        cdef uint32_t dp_rank
+        cdef size_t at = 0
+        cdef Listed* listed
+        for dp_rank in dp_ranks:
+            if before < 0:
+                at = books.position_of(self.c, worker_id, dp_rank)
+            elif dp_rank <= before:
+                raise ValueError("dp ranks must ascend")
+            before = dp_rank
+            while at < self.c.order.size():
+                listed = &self.c.order[at]
+                if listed.worker_id != worker_id or listed.dp_rank > dp_rank:
+                    break
+                at += 1
+                if listed.dp_rank == dp_rank:
+                    found.push_back(listed.rank)
+                    break
+        return found
 
     cdef RequestId find(self, str request_id) except? 0:
         return requests.find(&self.c.requests, utf8(request_id))

@@ -18,7 +18,7 @@ else:
     from heap import leave
 
 ENDLESS = 2**64 - 1
-CHANGES = ("add_rank", "remove_rank", "add", "free", "output_block", "expire")
+CHANGES = ("add_rank", "remove_ranks", "add", "free", "output_block", "expire")
 
 
 class Drawn(random.Random):

@@ -110,9 +110,18 @@ class Pair:
         before, limit = self.now - self.rng.randrange(60), self.rng.choice((0, 1, 3, 100))
         assert self.ledger.expire(before, limit) == self.model.expire(before, limit)
 
-    def remove_rank(self) -> None:
-        place = self.rank()
-        assert self.ledger.remove_rank(self.id_of(place)) == self.model.remove_rank(place)
+    def remove_ranks(self) -> None:
+        worker, dp_rank = self.rank()
+        dp_ranks = [
+            each for each in range(dp_rank + 4) if each == dp_rank or self.rng.random() < 0.5
+        ]
+        gone = [
+            (name, each)
+            for each in dp_ranks
+            if (worker, each) in self.model.ranks
+            for name in self.model.remove_rank((worker, each))
+        ]
+        assert self.ledger.remove_ranks(worker, dp_ranks) == gone
 
     def step(self) -> None:
         weights = {
@@ -122,7 +131,7 @@ class Pair:
             self.free: 22,
             self.output_block: 20,
             self.expire: 2,
-            self.remove_rank: 1,
+            self.remove_ranks: 1,
         }
         self.now += self.rng.choice((0, 1))
         self.ledger, self.model = self.rng.choice(self.sides)
@@ -185,6 +194,6 @@ class Pair:
         for _ in self.each_side():
             for place in self.model.ranks:
                 assert self.ledger.load(self.id_of(place)) == (0, 0, 0)
-                self.ledger.remove_rank(self.id_of(place))
+                self.ledger.remove_ranks(place[0], [place[1]])
             self.ledger.verify()
         assert self.ledger.stats()["bytes"] == Ledger().stats()["bytes"]

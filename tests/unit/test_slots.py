@@ -135,13 +135,6 @@ def test_a_tracker_stays_until_the_last_of_its_workers_has_left() -> None:
     assert slots.loads() == [(9, 0, 0, 0)]
 
 
-def test_many_ranks_leave_with_rests_between() -> None:
-    slots = Slots()
-    slots.register(KEY, 8, BLOCK, 0, 2 * REMOVAL_SLICE + 1)
-    assert len(list(slots.leave(KEY, 8))) == 2
-    assert slots.loads() == [(7, 0, 0, 0), (7, 1, 0, 0)]
-
-
 REGISTRATIONS = {
     "block size, before all else": (KEY, 7, 0, 0, 0, BadRequest),
     "no rank": (KEY, 9, BLOCK, 0, 0, BadRequest),

@@ -57,7 +57,7 @@ def test_what_ends_with_its_rank_or_by_age_is_recorded() -> None:
     one.add("bb", [1], rank=1)
     one.journal.take()
     one.ledger.expire(2.0, 10)
-    one.ledger.remove_rank(one.ranks[1])
+    one.ledger.remove_ranks(7, [1])
     assert [step[:3] for step in read(one.journal.take())] == [(ENDED, 3, "a"), (ENDED, 3, "bb")]
 
 

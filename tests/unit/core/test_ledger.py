@@ -334,7 +334,7 @@ def test_ids_are_any_text_of_bounded_size() -> None:
         with pytest.raises(ValueError):
             tracker.add("x", key=name)
     assert not tracker.ledger.free("a" * (MAX_REQUEST_ID_BYTES + 1))
-    assert tracker.ledger.remove_rank(tracker.rank) == names
+    assert tracker.ledger.remove_ranks(7, [0]) == [(name, 0) for name in names]
 
 
 # Expiry, ranks
@@ -364,19 +364,20 @@ def test_a_removed_rank_takes_its_requests_along() -> None:
     ranks = [ledger.add_rank(worker, 3) for worker in range(5)]
     for number in range(10):
         ledger.add(str(number), ranks[number % 5], packed(1, number), 1, 0.0)
-    assert ledger.remove_rank(ranks[2]) == ["2", "7"]
+    assert ledger.remove_ranks(2, [3]) == [("2", 3), ("7", 3)]
     ledger.verify()
     assert ledger.rank_of(2, 3) is None
-    for gone in (lambda: ledger.load(ranks[2]), lambda: ledger.remove_rank(ranks[2])):
-        with pytest.raises(KeyError):
-            gone()
+    assert ledger.remove_ranks(2, [3]) == []
+    with pytest.raises(KeyError):
+        ledger.load(ranks[2])
     with pytest.raises(KeyError):
         ledger.add("x", ranks[2], b"", 0, 0.0)
     assert ledger.add_rank(77, 0) == ranks[2]  # ids are used again
     assert ledger.add_rank(1, 3) == ledger.rank_of(1, 3) == ranks[1]
     for worker, rank in [(77, ranks[2]), *((w, r) for w, r in enumerate(ranks) if w != 2)]:
-        assert ledger.rank_of(worker, 0 if worker == 77 else 3) == rank
-        ledger.remove_rank(rank)
+        dp_rank = 0 if worker == 77 else 3
+        assert ledger.rank_of(worker, dp_rank) == rank
+        ledger.remove_ranks(worker, [dp_rank])
         ledger.verify()
     assert ledger.stats()["bytes"] == start
 
@@ -415,6 +416,31 @@ def test_too_many_ranks_are_not_added_in_part() -> None:
     assert ledger.stats()["ranks"] == MAX_RANKS
 
 
+def test_ranks_of_a_worker_are_removed_together_from_between_others() -> None:
+    ledger = Ledger()
+    places = [(6, 2), *((7, dp_rank) for dp_rank in range(6)), (8, 0)]
+    for place in places:
+        ledger.add("{}-{}".format(*place), ledger.add_rank(*place), packed(1), 1, 0.0)
+    assert ledger.remove_ranks(7, [0, 1, 3, 9, 2**32 - 1]) == [("7-0", 0), ("7-1", 1), ("7-3", 3)]
+    rows = json.loads(b"[%b]" % ledger.render_loads())
+    left = [(6, 2), (7, 2), (7, 4), (7, 5), (8, 0)]
+    assert [(row["worker_id"], row["dp_rank"]) for row in rows] == left
+    ledger.verify()
+    assert ledger.remove_ranks(7, []) == ledger.remove_ranks(9, range(3)) == []
+    for wrong in ([4, 4], [5, 4]):
+        with pytest.raises(ValueError, match="ascend"):
+            ledger.remove_ranks(7, wrong)
+    assert ledger.stats()["ranks"] == len(left)
+    ledger.add_ranks(7, 0, 4)  # around the one that has stayed
+    ledger.verify()
+    assert ledger.remove_ranks(7, range(6), 2) == [("7-2", 2), ("7-4", 4)]  # in two ranks
+    assert ledger.stats()["ranks"] == len(left) + 3 and ledger.request("7-5") is not None
+    ledger.verify()
+    assert ledger.remove_ranks(7, range(6), 2) == [("7-5", 5)]
+    assert ledger.stats()["ranks"] == 2
+    ledger.verify()
+
+
 def test_a_rank_is_removed_in_slices() -> None:
     ledger = Ledger()
     rank, other = ledger.add_rank(1, 0), ledger.add_rank(2, 0)
@@ -422,12 +448,12 @@ def test_a_rank_is_removed_in_slices() -> None:
         ledger.add(str(number), rank, packed(1, number), 1, 0.0)
     ledger.add("other", other, packed(1), 1, 0.0)
     for left, ended in ((3, ["0", "1"]), (1, ["2", "3"])):
-        assert ledger.remove_rank(rank, 2) == ended
+        assert ledger.remove_ranks(1, [0], 2) == [(each, 0) for each in ended]
         assert ledger.load(rank).requests == ledger.load(rank).prefill_tokens == left
         ledger.verify()
-    assert ledger.remove_rank(rank, 1) == ["4"]
+    assert ledger.remove_ranks(1, [0], 1) == [("4", 0)]
     assert ledger.rank_of(1, 0) == rank  # the slice was full, so more requests might follow
-    assert ledger.remove_rank(rank, 1) == []
+    assert ledger.remove_ranks(1, [0], 1) == []
     assert ledger.rank_of(1, 0) is None and ledger.stats()["requests"] == 1
     ledger.verify()
 
@@ -615,14 +641,14 @@ def test_a_rank_stays_for_those_who_have_it() -> None:
     shared = Shared()
     shared.book(shared.one, "r1", shared.common, 1, 2)
     shared.book(shared.other, "r2", shared.common, 1, 3)
-    assert shared.one.remove_rank(shared.common) == ["r1"]
+    assert shared.one.remove_ranks(7, [0]) == [("r1", 0)]
     shared.verify()
     assert shared.other.load(shared.common) == (0, 2, 1)
     assert shared.one.rank_of(7, 0) is None
     assert shared.one.add_rank(7, 0) == shared.common  # it comes back with the requests there
     assert shared.one.load(shared.common) == (0, 2, 1)
-    assert shared.one.remove_rank(shared.common) == []
-    assert shared.other.remove_rank(shared.common) == ["r2"]
+    assert shared.one.remove_ranks(7, [0]) == []
+    assert shared.other.remove_ranks(7, [0]) == [("r2", 0)]
     shared.verify()
 
 
@@ -652,6 +678,6 @@ def test_only_so_many_ledgers_have_ranks() -> None:
         ledger.add_rank(1, 0)
     with pytest.raises(RuntimeError, match="too many ledgers"):
         ledgers[8].add_rank(1, 0)
-    ledgers[3].remove_rank(0)
+    ledgers[3].remove_ranks(1, [0])
     assert ledgers[8].add_rank(1, 0) == 0
     ledgers[8].verify()

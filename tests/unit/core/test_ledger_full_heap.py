@@ -43,5 +43,5 @@ def test_what_a_full_heap_refuses_has_changed_nothing() -> None:
     with little_memory(0):  # freeing requests needs no memory
         assert all(ledger.free(name) for name in names)
     ledger.verify()
-    ledger.remove_rank(rank)
+    ledger.remove_ranks(1, [0])
     assert ledger.stats()["bytes"] == empty

@@ -879,15 +879,15 @@ def test_a_cleared_rank_is_found_again() -> None:
 
 def test_a_rank_that_left_the_ledger_is_not_chosen() -> None:
     fleet = loaded(0, 5)
-    fleet.ledger.remove_rank(0)
+    fleet.ledger.remove_ranks(1, [0])
     fleet.match(1)
     assert [row.eligible for row in fleet.pool.explain(DEFAULTS)] == [False, True]
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
     fleet.ledger.add_rank(9, 0)  # gets the id of the removed rank
     fleet.match(1)
     assert fleet.pool.choose(DEFAULTS, None, 0) == 1
-    fleet.ledger.remove_rank(0)
-    fleet.ledger.remove_rank(1)
+    fleet.ledger.remove_ranks(9, [0])
+    fleet.ledger.remove_ranks(2, [0])
     fleet.match(1)
     assert fleet.pool.choose(DEFAULTS, None, 0) == NONE
 
@@ -902,7 +902,7 @@ def test_requests_of_other_ledgers_weigh_and_their_ranks_are_not_chosen() -> Non
     row = pool.explain(DEFAULTS)[0]
     assert (row.live_blocks, row.active_prefill_tokens, row.active_decode_blocks) == (1, 320, 2)
     assert pool.choose(DEFAULTS, None, 0) == 1
-    ledger.remove_rank(rank)  # the other ledger keeps it
+    ledger.remove_ranks(1, [0])  # the other ledger keeps it
     pool.match(packed([5]), packed([7]), 16)
     assert [row.eligible for row in pool.explain(DEFAULTS)] == [False, True]
     with pytest.raises(KeyError):
