@@ -54,9 +54,10 @@ class OtherNames {
   OtherNames& operator=(const OtherNames&) = delete;
   ~OtherNames() { drop(); }
 
-  // Starts anew, with room for `most` names, a power of two.
+  // Starts anew, with room for `most` names: a power of two, or 0.
   void reset(uint32_t most) {
     drop();
+    if (most == 0) return;
     capacity_ = size_t{most} * 2;
     slots_ = static_cast<uint32_t*>(map_pages(capacity_ * sizeof(uint32_t)));
   }

@@ -146,6 +146,22 @@ def test_what_was_dumped_comes_back(seed: int, binary: bool) -> None:
         assert copy.match(prompt)[0] == pair.index.match(prompt)[0]
 
 
+@BOTH
+def test_a_rank_may_be_cleared_while_its_names_are_searched(binary: bool) -> None:
+    index, (one, two) = make(1, 2)
+    one.store(0, list(range(LONG)), list(range(LONG)))
+    two.store(0, list(range(LONG, 2 * LONG)), list(range(LONG)))
+    dump = index.dump(binary=binary)
+    while dump.read(1 << 20) or dump.blocks == 0:  # until a slice only searches
+        pass
+    two.clear(0)
+    while index.sweep(1 << 20):
+        pass
+    for _ in pieces(dump):
+        pass
+    assert dump.blocks == LONG
+
+
 def index_of(*events: dict[str, Any]) -> PrefixIndex:
     """Returns an index with blocks of one token, after a stream has applied these events."""
     index = PrefixIndex(1, IngestStats())
