@@ -40,6 +40,7 @@ cdef class ImmediateSteps:
     cdef list replicas, observers
     cdef Sample sample
     cdef dict leases         # session leases by reservation id; `reservations` ends these
+    cdef dict retried        # bookings with an answer kept for retries; it ends these, too
     cdef string prefill_id   # scratch: the id of a booking
 
     # Ends the prefill of a reservation; repeating it is no error. Raises NotFound.

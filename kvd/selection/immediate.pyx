@@ -122,6 +122,7 @@ cdef class ImmediateSteps:
         self.observers = selections.reservations.moments.subscribers
         self.sample = selections.reservations.sample
         self.leases = {} if selections.affinity is None else selections.affinity.leases
+        self.retried = selections.reservations.retries.names
 
     cpdef int prefill_complete(self, str reservation_id) except -1:
         cdef Ledger ledger = self.ledger_of(reservation_id)
@@ -134,7 +135,10 @@ cdef class ImmediateSteps:
 
     cpdef int free(self, str reservation_id) except -1:
         cdef Ledger ledger = None
-        if not self.leases or reservation_id not in self.leases:
+        if not (
+            (self.leases and reservation_id in self.leases)
+            or (self.retried and reservation_id in self.retried)
+        ):
             ledger = self.ledger_of(reservation_id)
         cdef RequestId live = self.request_of(ledger, reservation_id)
         if live == kNone:

@@ -276,6 +276,7 @@ class Reservations(LiveRequests[Candidates]):
 
     def _forget(self, request_id: str) -> None:
         self.live.pop(request_id, None)
+        self.retries.ended(request_id)
         if self._affinity is not None:
             self._affinity.ended(request_id)
 

@@ -1,6 +1,7 @@
 """Answers of bookings that came with an Idempotency-Key, kept for retries.
 
     (reservation id as given, key) ──> digest of the request, answer, booking
+    id of a booking                ──> the above, to forget the answer when the booking ends
 
 An answer is kept as long as its booking lives; a later retry books anew. The digest distinguishes a
 retry from another request under the same key.
@@ -32,6 +33,7 @@ class Retries:
         self.repeated = 0
         self.forgotten = 0  # answers dropped at the bound
         self._answers: dict[Name, tuple[bytes, SelectReply]] = {}  # oldest booking first
+        self.names: dict[str, Name] = {}  # by the id of the booking, and of its separate prefill
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -47,8 +49,6 @@ class Retries:
         content, answered = known
         assert answered.receipt is not None
         if not answered.receipt.lives():
-            if answered.receipt.left() is None:
-                del self._answers[retry.name]
             return None
         if content != retry.content:
             raise Conflict("the Idempotency-Key was used for a different request")
@@ -69,12 +69,33 @@ class Retries:
         """Keeps the answer of a booking that has just been made."""
         if retry is None:
             return
-        self._answers.pop(retry.name, None)
+        receipt = answered.receipt
+        assert receipt is not None
+        self._forget(retry.name)
         self._answers[retry.name] = retry.content, answered
+        self.names.update(dict.fromkeys(receipt.ids, retry.name))
         self._record(retry.name, retry.content, answered)
         if len(self._answers) > self._max_answers:
-            del self._answers[next(iter(self._answers))]
+            self._forget(next(iter(self._answers)))
             self.forgotten += 1
+
+    def ended(self, request_id: str) -> None:
+        """Forgets the answer of a booking that has ended, unless its prefill lives on."""
+        name = self.names.get(request_id)
+        if name is not None:
+            receipt = self._answers[name][1].receipt
+            assert receipt is not None
+            if receipt.left() is None:
+                self._forget(name)
+
+    def _forget(self, name: Name) -> None:
+        if name not in self._answers:
+            return
+        receipt = self._answers.pop(name)[1].receipt
+        assert receipt is not None
+        for request_id in receipt.ids:
+            if self.names.get(request_id) == name:  # it may belong to a later booking
+                del self.names[request_id]
 
     def _record(self, name: Name, content: bytes, answered: SelectReply) -> None:
         receipt = answered.receipt
@@ -100,5 +121,5 @@ class Retries:
                 break
             old.append(name)
         for name in old:
-            del self._answers[name]
+            self._forget(name)
         return len(old) == limit

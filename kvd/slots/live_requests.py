@@ -88,6 +88,10 @@ class Receipt(Generic[Owner]):
     beside: str | None = None  # the id of the prefill booked with it, which may outlive it
     clients: int = 1  # how many clients were given its answer
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return (self.request_id,) if self.beside is None else (self.request_id, self.beside)
+
     def lives(self) -> bool:
         return self._is_live(self.request_id)
 

@@ -9,6 +9,7 @@ import trio
 
 from kvd.errors import Conflict, NotFound
 from kvd.faces.selection.booking_metrics import booking_families
+from kvd.selection.immediate import ImmediateSteps
 from kvd.selection.options import RouterOptions
 from kvd.selection.requests import Retry
 from kvd.telemetry.metrics import render
@@ -166,21 +167,23 @@ async def test_a_key_is_that_of_its_reservation() -> None:
     assert set(service.selections.reservations.live) == {"r", "s"}
 
 
-@pytest.mark.parametrize("by", ["free", "expire", "delete", "replica"])
+@pytest.mark.parametrize("by", ["free", "route", "expire", "delete", "replica"])
 async def test_once_the_booking_has_ended_the_request_is_a_new_one(by: str) -> None:
     service = await ready(batched(1), batched(2))
     first = service.select([1], reservation_id="r", retry=retry())
     if by == "free":
         service.selections.reservations.free("r")
+    elif by == "route":
+        ImmediateSteps(service.selections).free("r")
     elif by == "expire":
         service.now += EXPIRY_S + 1
         service.expire()
-        assert len(service.selections.reservations.retries) == 0
     elif by == "delete":
         await service.selections.workers.delete(first["worker_id"])
     else:
         event = Event(M, BLOCK_SIZE, "r", first["worker_id"], 0, Step.FREE)
         assert service.selections.reservations.apply(event, service.now) is Outcome.APPLIED
+    assert len(service.selections.reservations.retries) == 0  # nobody can ask for its answer
     service.now += 1
     assert service.select([1], reservation_id="r", retry=retry(content=b"2"))
     assert list(service.selections.reservations.live) == ["r"]
@@ -196,6 +199,18 @@ async def test_answers_are_forgotten_at_the_bound() -> None:
     with pytest.raises(Conflict):
         service.select([1], reservation_id="a", retry=retry("a"))
     assert service.select([1], reservation_id="b", retry=retry("b"))
+
+
+async def test_ended_bookings_take_no_room() -> None:
+    service = await ready(replace(OPTIONS, max_retries=2))
+    asked = {"reservation_id": "a", "retry": retry("a")}
+    first = service.select([1], **asked)
+    for name in ("b", "c", "d"):
+        service.select([1], reservation_id=name, retry=retry(name))
+        service.selections.reservations.free(name)
+    kept = service.selections.reservations.retries
+    assert (len(kept), kept.forgotten) == (1, 0)
+    assert service.select([1], **asked) == first
 
 
 async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> None:
