@@ -37,6 +37,8 @@
 
 namespace kvd {
 
+class Inbox;
+
 // zmq_msg_t of libzmq 4.1 and later: 64 opaque bytes, aligned like a pointer (zmq.h).
 struct alignas(void*) ZmqMessage {
   unsigned char opaque[64];
@@ -104,6 +106,10 @@ class MessageSource {
   // has more than `most` frames (at least 1), only `most` + 1 of them are taken; the others are
   // lost, and the source can no longer be used: ReceiveOutcome::bad_frame_count.
   virtual ReceiveOutcome next_of_any_shape(int most, std::string& packed) = 0;
+
+  // Has the inbox keep the event that was taken last, without copying it, if there is room there.
+  // False if its bytes do not lie in a mapping of their own: then they have to be copied.
+  virtual bool hand_over(Inbox&) { return false; }
 
   // The payload of the event that was taken last, valid until the next call.
   virtual const char* payload() = 0;

@@ -6,35 +6,6 @@ from libcpp cimport bool
 from libcpp.string cimport string
 
 
-cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
-    cdef cppclass Libzmq:
-        const char* load(const char* module_path)  # the fault, or null
-
-    cdef enum class ReceiveOutcome:
-        empty            # no message is waiting
-        later            # a message may be waiting, but this turn has done enough
-        event            # seq, publisher, payload and size describe a well-formed message
-        bad_frame_count  # another number of frames than 3, or too many
-        bad_sequence     # the second frame is neither 8 nor 24 bytes long
-        bad_number       # the number is 2^64 - 1, which marks the end of a replay
-        failed           # libzmq refused; errno says why
-
-    cdef cppclass MessageSource:
-        ReceiveOutcome next() except +
-        ReceiveOutcome next_of_any_shape(int most, string& packed) except +
-        uint64_t seq()
-        const uint8_t* publisher()  # 16 bytes, or null
-        const char* payload()  # valid until the following next()
-        size_t size()          # bytes of the payload
-
-    cdef cppclass MessageReader(MessageSource):
-        MessageReader(const Libzmq&, void* socket) except +
-
-    cdef cppclass Deadline:
-        Deadline(int64_t budget_ns) except +
-        bool passed()
-
-
 cdef extern from "events/publisher.hpp" namespace "kvd" nogil:
     const size_t kPublisherBytes
     const uint8_t* publisher_of(const uint8_t* payload, size_t size, const uint8_t* expected)
@@ -70,6 +41,36 @@ cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
         const char* data()  # valid until the following pop, push or clear
         void pop()
         void clear()
+
+
+cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
+    cdef cppclass Libzmq:
+        const char* load(const char* module_path)  # the fault, or null
+
+    cdef enum class ReceiveOutcome:
+        empty            # no message is waiting
+        later            # a message may be waiting, but this turn has done enough
+        event            # seq, publisher, payload and size describe a well-formed message
+        bad_frame_count  # another number of frames than 3, or too many
+        bad_sequence     # the second frame is neither 8 nor 24 bytes long
+        bad_number       # the number is 2^64 - 1, which marks the end of a replay
+        failed           # libzmq refused; errno says why
+
+    cdef cppclass MessageSource:
+        ReceiveOutcome next() except +
+        ReceiveOutcome next_of_any_shape(int most, string& packed) except +
+        bool hand_over(CInbox&) except +  # False: the payload has to be copied
+        uint64_t seq()
+        const uint8_t* publisher()  # 16 bytes, or null
+        const char* payload()  # valid until the following next()
+        size_t size()          # bytes of the payload
+
+    cdef cppclass MessageReader(MessageSource):
+        MessageReader(const Libzmq&, void* socket) except +
+
+    cdef cppclass Deadline:
+        Deadline(int64_t budget_ns) except +
+        bool passed()
 
 
 cdef class InboxSpace:

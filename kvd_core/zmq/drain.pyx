@@ -230,9 +230,8 @@ cdef bint take_events(
             if got == ReceiveOutcome.later:
                 return True
             if got == ReceiveOutcome.event:
-                _keep(
-                    inbox.inbox, source.seq(), source.publisher(), source.payload(), source.size()
-                )
+                if not source.hand_over(inbox.inbox[0]):
+                    _keep_event(inbox.inbox, source)
             elif got == ReceiveOutcome.failed:
                 _raise()
             else:
@@ -242,6 +241,10 @@ cdef bint take_events(
         return True
     finally:
         del deadline
+
+
+cdef void _keep_event(CInbox* inbox, MessageSource* source) except *:
+    _keep(inbox, source.seq(), source.publisher(), source.payload(), source.size())
 
 
 cdef str _bad(ReceiveOutcome got):

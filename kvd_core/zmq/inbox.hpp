@@ -10,7 +10,9 @@
 // libzmq would keep waiting messages in the 8 KB buffers that it received them into, one for each
 // message where they come one by one, in an arena of its I/O thread that never shrinks. Here a
 // message takes its bytes and 16 more, in blocks with mappings of their own, which are unmapped as
-// they empty.
+// they empty. A large message brings its own mapping, which becomes a block (`adopt`):
+//
+//   | InboxBlock | E | unused ... | bytes of the message | unused |
 //
 // Invariants
 //   1. Waiting messages are within the bounds of their inbox and of the space, in number and bytes.
@@ -81,17 +83,19 @@ class InboxSpace {
   // Returns an empty block with room for an entry of so many bytes.
   InboxBlock* take(size_t bytes) {
     const size_t needed = sizeof(InboxBlock) + bytes;
-    InboxBlock* block;
     if (needed <= kBlock && !spare_.empty()) {
-      block = spare_.back();
+      InboxBlock* block = spare_.back();
       spare_.pop_back();
-    } else {
-      const size_t mapped = needed <= kBlock ? kBlock : needed;
-      block = static_cast<InboxBlock*>(map_pages(mapped));
-      block->mapped = mapped;
+      return block_of(block, kBlock);
     }
-    block->before = block->next = nullptr;
-    block->read = block->write = sizeof(InboxBlock);
+    const size_t mapped = needed <= kBlock ? kBlock : needed;
+    return block_of(map_pages(mapped), mapped);
+  }
+
+  // Makes a block of a mapping.
+  static InboxBlock* block_of(void* mapping, size_t mapped) {
+    auto* block = static_cast<InboxBlock*>(mapping);
+    *block = {nullptr, nullptr, mapped, sizeof(InboxBlock), sizeof(InboxBlock)};
     return block;
   }
 
@@ -109,7 +113,17 @@ class InboxSpace {
 
 // The messages of one stream, first come first served; the space must outlive it.
 class Inbox {
+  struct Entry {
+    uint64_t seq;
+    uint64_t size : 40;  // of the bytes that follow
+    uint64_t skip : 23;  // of these, bytes before the message
+    uint64_t named : 1;  // they begin with the publisher's id
+  };
+
  public:
+  // Bytes that `adopt` needs at either end of a mapping.
+  static constexpr size_t kAround = sizeof(InboxBlock) + sizeof(Entry) + kPublisherBytes;
+
   Inbox(InboxSpace& space, InboxBounds bounds) : space_(space), bounds_(bounds) {}
   ~Inbox() { clear(); }
   Inbox(const Inbox&) = delete;
@@ -133,29 +147,23 @@ class Inbox {
   // Keeps a message of `size` bytes if there is room, with its publisher's id unless that is null.
   // Returns where the caller has to write the bytes, or null without room.
   unsigned char* push(uint64_t seq, const uint8_t* publisher, size_t size) {
-    const size_t head = publisher ? kPublisherBytes : 0;
-    const size_t needed = bytes_of(head + size);
-    if (!admits(needed)) {
-      ++dropped_;
-      if (!newest_ || !can_replace_newest(needed)) {
-        hole_ = true;
-        return nullptr;
-      }
-      drop_newest();
-    }
-    if (!tail_ || tail_->mapped - tail_->write < needed) append_block(needed);
-    Entry* entry = newest_ = reinterpret_cast<Entry*>(tail_->at(tail_->write));
-    entry->seq = seq;
-    entry->named = publisher != nullptr;
-    entry->size = head + size;
-    auto* bytes = reinterpret_cast<unsigned char*>(entry + 1);
-    if (publisher) std::memcpy(bytes, publisher, head);
-    tail_->write += needed;
-    ++pushed_;
-    bytes_ += needed;
-    space_.add(needed);
-    hole_ = false;
-    return bytes + head;
+    const size_t skip = publisher ? kPublisherBytes : 0;
+    const size_t needed = bytes_of(skip + size);
+    if (!make_room(needed)) return nullptr;
+    if (!tail_ || tail_->mapped - tail_->write < needed) append_block(space_.take(needed));
+    return append(seq, publisher, skip, size);
+  }
+
+  // Keeps a message whose bytes lie at `offset` of a mapping, kAround bytes or more from its ends.
+  // Returns false without room; otherwise the mapping is the inbox's. `publisher` may lie there as
+  // well, behind the first kAround bytes.
+  bool adopt(uint64_t seq, const uint8_t* publisher, size_t size, void* mapping, size_t mapped,
+             size_t offset) {
+    const size_t skip = offset - sizeof(InboxBlock) - sizeof(Entry);
+    if (!make_room(bytes_of(skip + size))) return false;
+    append_block(InboxSpace::block_of(mapping, mapped));
+    append(seq, publisher, skip, size);
+    return true;
   }
 
   // seq(), publisher(), size() and data() of the oldest message, while there is one.
@@ -163,8 +171,8 @@ class Inbox {
   const uint8_t* publisher() {
     return front()->named ? reinterpret_cast<const uint8_t*>(front() + 1) : nullptr;
   }
-  size_t size() { return front()->size - front()->head(); }
-  const char* data() { return reinterpret_cast<const char*>(front() + 1) + front()->head(); }
+  size_t size() { return front()->size - front()->skip; }
+  const char* data() { return reinterpret_cast<const char*>(front() + 1) + front()->skip; }
 
   void pop() {
     Entry* entry = front();
@@ -182,20 +190,42 @@ class Inbox {
   }
 
  private:
-  struct Entry {
-    uint64_t seq;
-    uint64_t size : 63;  // of the bytes that follow
-    uint64_t named : 1;  // they begin with the publisher's id
-
-    size_t head() const { return named ? kPublisherBytes : 0; }
-  };
-
   static size_t bytes_of(size_t size) { return sizeof(Entry) + ((size + 7) & ~size_t{7}); }
 
   Entry* front() { return reinterpret_cast<Entry*>(head_->at(head_->read)); }
 
   bool admits(size_t needed) const {
     return bounds_.admits(messages() + 1, bytes_ + needed) && space_.admits(1, needed);
+  }
+
+  // Has the inbox admit a message, at the cost of the newest one if need be; false without room.
+  bool make_room(size_t needed) {
+    if (admits(needed)) return true;
+    ++dropped_;
+    if (!newest_ || !can_replace_newest(needed)) {
+      hole_ = true;
+      return false;
+    }
+    drop_newest();
+    return true;
+  }
+
+  // Appends an entry to the last block; returns where its message is.
+  unsigned char* append(uint64_t seq, const uint8_t* publisher, size_t skip, size_t size) {
+    Entry* entry = newest_ = reinterpret_cast<Entry*>(tail_->at(tail_->write));
+    entry->seq = seq;
+    entry->size = skip + size;
+    entry->skip = skip;
+    entry->named = publisher != nullptr;
+    auto* bytes = reinterpret_cast<unsigned char*>(entry + 1);
+    if (publisher) std::memcpy(bytes, publisher, kPublisherBytes);
+    const size_t needed = bytes_of(skip + size);
+    tail_->write += needed;
+    ++pushed_;
+    bytes_ += needed;
+    space_.add(needed);
+    hole_ = false;
+    return bytes + skip;
   }
 
   bool can_replace_newest(size_t needed) const {
@@ -214,8 +244,7 @@ class Inbox {
     if (tail_->read == tail_->write) remove_block(tail_);
   }
 
-  void append_block(size_t needed) {
-    InboxBlock* block = space_.take(needed);
+  void append_block(InboxBlock* block) {
     block->before = tail_;
     (tail_ ? tail_->next : head_) = block;
     tail_ = block;

@@ -6,7 +6,8 @@
 //
 // A connection at rest holds no memory; one that has read a part of a message holds these bytes.
 // Only a message larger than half the scratch is read into memory of its own, which grows as the
-// bytes come.
+// bytes come. From kApart bytes on that is a mapping: it grows without being copied, and the inbox
+// takes it over (`hand_over`) with the message in it.
 //
 // Invariants
 //   1. Never waits. After ReceiveOutcome::empty all whole messages that were read have been taken,
@@ -15,9 +16,11 @@
 //   2. payload() is valid until the next call of any socket of this thread.
 #pragma once
 
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <new>
@@ -25,7 +28,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/pages.hpp"
 #include "zmq/drain.hpp"
+#include "zmq/inbox.hpp"
 #include "zmq/zmtp.hpp"
 
 namespace kvd {
@@ -35,11 +40,12 @@ class SubSocket final : public MessageSource {
   static constexpr size_t kScratch = 128 * 1024;
   static constexpr size_t kMaxRead = 64 * 1024;  // bytes of one read
   static constexpr int kMaxReads = 16;           // of one turn, 1 MiB
+  static constexpr size_t kApart = 1024 * 1024;  // bytes of the smallest mapping for a message
 
   SubSocket(int fd, size_t max_frame, std::vector<std::string> topics)
       : fd_(fd), speech_(max_frame, std::move(topics)) {}
   ~SubSocket() {
-    free(held_);
+    free_held();
     hang_up();
   }
   SubSocket(const SubSocket&) = delete;
@@ -107,6 +113,23 @@ class SubSocket final : public MessageSource {
   const char* payload() override { return reinterpret_cast<const char*>(frames_[2].first); }
   size_t size() override { return frames_[2].second; }
 
+  bool hand_over(Inbox& inbox) override {
+    const size_t payload = size_t(frames_[2].first - view_), end = speech_.unused_from();
+    const size_t unused = size_ - end;
+    if (view_ != held_ || !is_apart() || payload > kMaxRead || unused > kMaxRead) return false;
+    uint8_t* scratch = scratch_of_thread();
+    memcpy(scratch, view_ + end, unused);
+    uint8_t* const mapping = held_ - kAround;
+    if (!inbox.adopt(seq(), publisher(), frames_[2].second, mapping, mapped(capacity_),
+                     kAround + payload)) {
+      return true;
+    }
+    held_ = nullptr, capacity_ = 0;
+    view_ = scratch, size_ = unused;
+    speech_.moved();
+    return true;
+  }
+
   void ping() { speech_.ping(), send(); }
   void unsubscribe() { speech_.unsubscribe(), send(); }
 
@@ -137,7 +160,7 @@ class SubSocket final : public MessageSource {
     }
     speech_.moved();
     if (kept != held_) {
-      free(held_);
+      free_held();
       held_ = kept;
       capacity_ = kept ? unused : 0;
     }
@@ -183,17 +206,39 @@ class SubSocket final : public MessageSource {
       if (unused) memmove(scratch, view_ + begin, unused);
       view_ = scratch;
     } else if (view_ != held_ || begin || capacity_ < unused + kMaxRead) {
-      const size_t needed = unused + kMaxRead;
-      const size_t grown = needed > 2 * capacity_ ? needed : 2 * capacity_;
-      auto* larger = static_cast<uint8_t*>(malloc(grown));
-      if (!larger) throw std::bad_alloc();
-      memcpy(larger, view_ + begin, unused);
-      free(held_);
-      held_ = larger, capacity_ = grown;
-      view_ = held_;
+      grow(begin, unused);
     }
     speech_.moved();
     size_ = unused;
+  }
+
+  void grow(size_t begin, size_t unused) {
+    const size_t grown = std::max(unused + kMaxRead, 2 * capacity_);
+    if (is_apart() && view_ == held_ && begin == 0) {
+      void* moved = mremap(held_ - kAround, mapped(capacity_), mapped(grown), MREMAP_MAYMOVE);
+      if (moved == MAP_FAILED) throw std::bad_alloc();
+      held_ = static_cast<uint8_t*>(moved) + kAround;
+    } else {
+      uint8_t* larger = grown < kApart ? static_cast<uint8_t*>(take_heap(grown))
+                                       : static_cast<uint8_t*>(map_pages(mapped(grown))) + kAround;
+      memcpy(larger, view_ + begin, unused);
+      free_held();
+      held_ = larger;
+    }
+    capacity_ = grown;
+    view_ = held_;
+  }
+
+  // Whether the held bytes are in a mapping.
+  bool is_apart() const { return capacity_ >= kApart; }
+
+  static constexpr size_t kAround = Inbox::kAround;  // bytes that the inbox needs at either end
+  static size_t mapped(size_t capacity) { return kAround + capacity + kAround; }
+
+  void free_held() {
+    if (is_apart()) unmap_pages(held_ - kAround, mapped(capacity_));
+    else free(held_);
+    held_ = nullptr, capacity_ = 0;
   }
 
   static uint8_t* scratch_of_thread() {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -265,6 +265,71 @@ def test_what_breaks_the_protocol(end: End, kind: str) -> None:
     end.hear(NEWER + ready() + event(1, b"a"))
     end.hear(LATE[kind])
     assert (end.subscriber.fault, end.heard) == (WRONG, [b"1:a"])
+
+
+# ---- large messages
+
+LARGE = 3 * 2**20  # bytes; such a message has memory of its own
+
+
+def pump(end: End, data: bytes) -> None:
+    """Has the subscriber receive more than its connection holds, into the inbox."""
+    rest = memoryview(data)
+    while rest:
+        with suppress(BlockingIOError):
+            rest = rest[end.far.send(rest) :]
+        while end.subscriber.fill(end.inbox, end.refused.append, 2, FOREVER_NS):
+            pass
+
+
+def test_large_messages_come_whole_among_small_ones() -> None:
+    ids = [b"p" * 16, b"q" * 16]
+    large = [bytes([at]) * (LARGE + at) for at in range(4)]
+    sent = [
+        event(1, b"a"),
+        event(2, large[0]),
+        event(3, b"b"),
+        message(b"t" * 60_000, (4).to_bytes(8) + ids[0], large[1]),
+        message(b"t" * LARGE, (5).to_bytes(8), b"c"),
+        message(b"", (6).to_bytes(8) + ids[1], large[2]) + short(b"", b"", b""),
+        event(7, large[3]),
+        event(8, b"d"),
+    ]
+    heard: list[tuple[int, bytes]] = []
+    met: list[bytes] = []
+    with ended(limit=2 * LARGE) as end:
+        pump(end, NEWER + ready() + b"".join(sent))
+        end.inbox.drain(lambda *each: heard.append(each), 100, FOREVER_NS, b"", met.append)
+        assert end.refused == ["sequence_length"]
+        assert end.inbox.size_bytes == 0
+    assert [seq for seq, _ in heard] == list(range(1, 9))
+    assert [payload for _, payload in heard] == [
+        b"a", large[0], b"b", large[1], b"c", large[2], large[3], b"d"
+    ]  # fmt: skip
+    assert met == [ids[0], b"", ids[1], b""]
+
+
+def test_a_large_message_without_room_replaces_the_newest_one() -> None:
+    with ended(limit=4 * LARGE) as end:
+        end.inbox = Inbox(InboxSpace(), 0, 2 * LARGE + 4096)
+        pump(end, NEWER + ready() + event(1, bytes(LARGE)) + event(2, bytes(LARGE)))
+        pump(end, event(3, b"c" * (LARGE + 1)))
+        assert (end.inbox.messages, end.inbox.dropped, end.inbox.has_hole) == (2, 1, False)
+        pump(end, event(4, bytes(3 * LARGE)))
+        assert (end.inbox.messages, end.inbox.dropped, end.inbox.has_hole) == (2, 2, True)
+        end.hear(b"")
+        assert end.heard == [b"1:" + bytes(LARGE), b"3:" + b"c" * (LARGE + 1)]
+
+
+def test_a_large_message_is_in_memory_only_once_until_it_is_taken() -> None:
+    size = 10 * LARGE
+    whole = event(1, b"x" * size)
+    with ended(limit=size) as end:
+        pump(end, NEWER + ready())
+        with little_memory(2 * size):  # memory of its own may be twice as large as the message
+            pump(end, whole)
+        end.hear(b"")
+        assert end.heard == [b"1:" + b"x" * size]
 
 
 # ---- a full heap
