@@ -275,9 +275,10 @@ class Index {
   // False when they are refused because the index is full. The caller then calls `resolve_waiting`.
   bool store(RankId id, const Store& s);
 
-  // Continues what placed blocks have set off elsewhere; false while there is more.
+  // Continues what placed blocks have set off, in their rank and elsewhere; false while there is
+  // more.
   bool resolve_waiting(Steps& steps) {
-    return placements_ == nullptr || placements_->resolve_waiting(steps);
+    return place_parked(steps) && (placements_ == nullptr || placements_->resolve_waiting(steps));
   }
 
   // Stores blocks known by name alone (offload events, window groups). The rank holds each on
@@ -355,6 +356,7 @@ class Index {
   static constexpr size_t kStepsASegment = 8;
   static constexpr size_t kStepsASequence = 2;
   static constexpr int64_t kStepsAStore = 64;  // to sweep for, before a store is refused
+  static constexpr size_t kStepsAParked = 8;   // for a waiting block that is placed
 
   // Goes chain by chain, each after the chains before it on its path. A block stored between two
   // calls either finds a sequence hash above it and gets its own at once, or is still to come here.
@@ -436,7 +438,8 @@ class Index {
   void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it);
   bool unpark(RankId id, uint64_t name, LayerId layer);
   void drop_parked(RankId id, LayerMask mask);
-  void place_parked(RankId id);
+  bool place_parked(Steps& steps);
+  bool is_awaited(RankId id, uint64_t name) const;
   void gain_parked_layers(RankId id, uint64_t name);
   void place_parked_child(RankId id, uint64_t parent, uint64_t name);
 
@@ -477,7 +480,8 @@ class Index {
   ParkedQueue order_;
   size_t parked_ = 0;  // of live ranks
   uint64_t stamp_ = 0;
-  uint64_t held_[kTierLayers] = {};  // by live ranks
+  std::vector<std::pair<RankId, uint64_t>> placed_;  // known names that parked blocks wait for
+  uint64_t held_[kTierLayers] = {};                  // by live ranks
   IndexStats stats_;
   PromptStats asked_, announced_;
   Seeds seeds_;
@@ -487,7 +491,6 @@ class Index {
   std::vector<BlockId> ids_;
   std::vector<uint8_t> gained_;
   std::vector<uint64_t> sorted_;
-  std::vector<uint64_t> work_;
   std::vector<NodeId> touched_;
 };
 

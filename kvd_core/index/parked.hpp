@@ -4,18 +4,20 @@
 //            waiting   11 ─> 15 ─> 12                    blocks of one parent, the newest first
 //   index    order_    [ 12 | 15 | .. | 31 ]             oldest first, among stale entries
 //
-//   11 arrives ─> work_ [ 11 ] ─> 15, 12 placed below it ─> work_ [ 15 12 ] ─> blocks below these
 //   31 arrives ─> its layers are added to the block that has just been placed
+//   11 arrives ─> placed_ [ 11 ] ─> 15 placed below it ─> placed_ [ 11 15 ] if blocks wait for 15
+//                                   `place_parked` goes on in slices, and 12 comes last
 //
 // Publishers' blocks are parked in the same tables, but are in no list of `waiting`:
 // conductor/waiting.hpp has what they wait for.
 //
 // Invariants (4 of index/index.hpp, in parts)
 //   1. a parked block with content is in the list of its parent, one without content is in none;
+//      if the parent is known, the parent is in `placed_`;
 //   2. a parked block has one entry in `order_` with its stamp; `parked_` counts the parked blocks
 //      of live ranks, at most `max_parked_`.
 //
-// Costs: park, unpark O(1); place_parked O(1) and a store of one block for each block placed;
+// Costs: park, unpark O(1); place_parked a store of one block for each block placed;
 // dropping layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
 #pragma once
 
@@ -140,19 +142,31 @@ inline void Index::drop_parked(RankId id, LayerMask mask) {
 
 // ---- placing them
 
-// Places the blocks that waited for the names in `work_`, and those that waited for these in turn.
-inline void Index::place_parked(RankId id) {
-  while (!work_.empty() && ranks_[id].parked() != 0) {
-    const uint64_t name = work_.back();
-    work_.pop_back();
-    gain_parked_layers(id, name);
-    while (true) {
-      const auto child = ranks_[id].rare->waiting.find(name);
-      if (child == ranks_[id].rare->waiting.end()) break;
-      place_parked_child(id, name, child->second->name);
+// Goes on placing the blocks that waited for those in `placed_`, and those that waited for these in
+// turn; false while there are more. Other batches may be applied between two calls.
+inline bool Index::place_parked(Steps& steps) {
+  while (!placed_.empty()) {
+    if (!steps.left()) return false;
+    const auto [id, parent] = placed_.back();
+    placed_.pop_back();
+    steps.take(kStepsAParked);
+    const Rank& rank = ranks_[id];
+    if (!rank.live || !is_awaited(id, parent) ||
+        rank.names.find(parent, keys()) == Names::kAbsent) {
+      continue;
     }
+    const uint64_t name = rank.rare->waiting.find(parent)->second->name;
+    place_parked_child(id, parent, name);
+    if (is_awaited(id, parent)) placed_.emplace_back(id, parent);
+    if (is_awaited(id, name)) placed_.emplace_back(id, name);
   }
-  work_.clear();
+  return true;
+}
+
+// Whether parked blocks of the rank wait for a name.
+inline bool Index::is_awaited(RankId id, uint64_t name) const {
+  const Rank& rank = ranks_[id];
+  return rank.parked() != 0 && rank.rare->waiting.count(name) != 0;
 }
 
 // Another event has placed the name of a parked block: the block only adds its layers.
@@ -185,7 +199,6 @@ inline void Index::place_parked_child(RankId id, uint64_t parent, uint64_t name)
                   p.space};
     place(id, s, tree_.after(block_of(id, parent)));
   }
-  work_.push_back(name);
 }
 
 }  // namespace kvd

@@ -8,7 +8,7 @@
 //                   grow     c d behind b      ids_     [ 30 31 40 41 ]
 //                   name     11 12 13 14       gained_  [  0  1  1  1 ]     11 has it already
 //                   hold     31 │ 40 41        one edit of runs for the gained blocks of a chain
-//   parked below?   placed now
+//   parked below?   placed by `resolve_waiting`
 //
 // The rules of index/index.hpp tell a re-announcement from a second copy. `make_room` comes before
 // all else, because it may move chains.
@@ -50,9 +50,9 @@ inline bool Index::store(RankId id, const Store& s) {
   }
   if (!affords(id, s, at)) return refuse(s.n);
   place(id, s, at);
-  if (ranks_[id].parked() != 0) {
-    for (uint32_t i = 0; i < s.n; ++i) work_.push_back(s.names[i]);
-    place_parked(id);
+  for (uint32_t i = 0; i < s.n && ranks_[id].parked() != 0; ++i) {
+    gain_parked_layers(id, s.names[i]);
+    if (is_awaited(id, s.names[i])) placed_.emplace_back(id, s.names[i]);
   }
   return true;
 }

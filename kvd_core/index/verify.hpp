@@ -288,7 +288,7 @@ class Verifier {
       require(rank.names.find(name, index_.keys()) == Names::kAbsent,
               "index 4: a parked name is unknown");
       // A conductor's blocks wait for a parent in their namespace, by the hash that was announced.
-      require(!p.has_content || p.hash != 0 ||
+      require(!p.has_content || p.hash != 0 || !index_.placed_.empty() ||
                   rank.names.find(p.parent, index_.keys()) == Names::kAbsent,
               "index 4: a parked block's parent is unknown");
     }

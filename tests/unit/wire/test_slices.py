@@ -227,6 +227,54 @@ def test_what_is_left_of_that_is_done_by_the_sweep() -> None:
     assert (index.stats()["parked_now"], index.stats()["blocks"]) == (0, 2999)
 
 
+def parked_worker() -> tuple[PrefixIndex, list[Stream]]:
+    """Returns two streams of a worker, whose rank 0 has 2,998 blocks that wait for the first."""
+    index = PrefixIndex(SIZE, IngestStats())
+    worker = index.add_worker(1)
+    streams = [worker.stream(0), worker.stream(1)]
+    for at in range(2, 3000):
+        tokens = PROMPT[(at - 1) * SIZE : at * SIZE]
+        apply_whole(streams[0], engine_stored([at], tokens, parent=at - 1))
+    for stream in streams:
+        stream.slice_steps = 4_000
+    assert streams[0].apply(engine_stored([1], PROMPT[:SIZE])) == UNFINISHED
+    stats = index.stats()
+    assert 0 < stats["parked_now"] < 2998
+    assert stats["blocks"] + stats["parked_now"] == 2999
+    return index, streams
+
+
+@pytest.mark.parametrize("by", ["stream", "another", "sweep"])
+def test_what_a_block_of_a_worker_sets_off_is_sliced_too(by: str) -> None:
+    index, streams = parked_worker()
+    if by == "sweep":
+        while index.sweep(1000):
+            index.verify()
+    else:
+        if by == "another":  # a batch of any stream goes on with it
+            assert streams[1].apply(engine_stored([5000], PROMPT[:SIZE])) == UNFINISHED
+        while streams[by == "another"].advance() == UNFINISHED:
+            index.verify()
+    stats = index.stats()
+    assert (stats["parked_now"], stats["blocks"]) == (0, 2999)
+    index.verify()
+
+
+@pytest.mark.parametrize("ending", ["clear", "removed", "restart"])
+def test_blocks_that_still_wait_go_with_their_rank(ending: str) -> None:
+    index, streams = parked_worker()
+    event = ["AllBlocksCleared"] if ending == "clear" else ["BlockRemoved", [1]]
+    if ending == "restart":
+        streams[0].clear()
+    else:
+        apply_whole(streams[1], msgpack.packb([0, [event], 0]))
+    while index.sweep(1000):
+        index.verify()
+    left = index.stats()["blocks"] + index.stats()["parked_now"]
+    assert left == (2999 if ending == "removed" else 0)
+    index.verify()
+
+
 def test_names_beyond_the_tokens_are_sliced_in_every_group() -> None:
     index, conductor, publication = one()
     of_group = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
