@@ -23,9 +23,9 @@
 
 namespace kvd {
 
-// Largest vector that is kept after a batch, so that huge batches do not stay resident in every
-// stream: 4 MiB is over a hundred times what the largest recorded batch needs.
-constexpr size_t kScratchKeepBytes = size_t{4} << 20;
+// Largest vector that is kept after a batch, so that long batches do not stay resident in every
+// stream, of which a fleet has thousands: more than the largest recorded batch needs.
+constexpr size_t kScratchKeepBytes = size_t{64} << 10;
 
 namespace decoding {
 

@@ -6,13 +6,17 @@ import ctypes
 import gc
 import os
 
+import msgpack
+
 from kvd.platform.memory import (
     COLLECT_PASSES,
     WORTH_TRIMMING_BYTES,
     FrequentCollector,
     Heaps,
+    glibc,
 )
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex
+from tests.support.applying import apply_whole
 
 PIECE = 1000  # bytes
 RUN = 1000  # blocks
@@ -68,6 +72,25 @@ def test_an_index_that_is_emptied_gives_its_memory_back() -> None:
     while index.sweep(1000):
         pass
     assert resident() - empty < (full - empty) / 2  # short lists of hashes are in the heap
+
+
+def test_a_long_batch_leaves_little_memory_with_its_stream() -> None:
+    libc = glibc()
+    assert libc is not None
+
+    def used() -> int:
+        found = libc.mallinfo2()
+        return int(found.uordblks + found.hblkhd)
+
+    names, tokens = list(range(8192)), list(range(8192 * 16))  # a prompt of 128 Ki tokens
+    stored = ["BlockStored", names, None, tokens, 16]
+    long_batch = msgpack.packb([0, [stored, ["AllBlocksCleared"]]])
+    index = PrefixIndex(16, IngestStats())
+    streams = [index.add_worker(worker_id).stream(0) for worker_id in range(20)]
+    before = used()
+    for stream in streams:
+        apply_whole(stream, long_batch)
+    assert used() - before < len(streams) * 4 * len(tokens) / 2
 
 
 def test_young_objects_are_collected_after_some_passes() -> None:
