@@ -93,8 +93,9 @@ async def test_an_engine_without_others_is_asked_once() -> None:
 
     async with relaying(hang_up, hang_up) as (exchanges, engine, _):
         tokens, stats = tokens_of(exchanges)
-        asked, served, basis, body, _, engines = later(engine, 1)
-        assert await tokens.find(asked, served, basis, body, engines) is None
+        turn = later(engine, 1)
+        asked = turn.asked, turn.served, turn.basis, turn.body, turn.engines
+        assert await tokens.find(*asked) is None
         assert exchanges.relay.stats()["begun"] == 1
         assert stats.token_source_failures.total() == 1
 
