@@ -12,6 +12,9 @@ from kvd.telemetry import logs
 from kvd.wire.urls import masked
 
 EXIT_USAGE = 2
+# Least likeness (difflib) of a mistyped flag to one that is suggested. At the 0.6 of other names,
+# --port of `kvd serve` would be taken for --peers.
+LIKENESS = 0.7
 # What a command writes to standard output, whole or in pieces, and its exit code.
 CommandResult = tuple[str | Iterable[str], int]
 
@@ -42,10 +45,17 @@ class Parser(argparse.ArgumentParser):
         """Refuses unknown arguments here, in the command's own parser, which names the command."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion(unknown)}")
         if not hasattr(found, "parser"):  # a command's parser ends before the parsers above it
             found.parser = self
         return found, unknown
+
+    def _suggestion(self, unknown: Iterable[str]) -> str:
+        """Returns which flag the first unknown one was meant to be, in brackets."""
+        flag = next((each for each in unknown if each.startswith("--")), "").partition("=")[0]
+        known = [name for action in self._actions for name in action.option_strings]
+        like = parsers.nearest(flag, known, LIKENESS)
+        return f" (did you mean {like}?)" if like else ""
 
 
 class FullParser(Parser):

@@ -109,6 +109,14 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
         ),
         ("config check tcp://me:pw@h:1", "kvd config check: unrecognized arguments: tcp://***@h:1"),
         (
+            "indexer --blok-size=4 --port 1",
+            "kvd indexer: unrecognized arguments: --blok-size=4 (did you mean --block-size?); ",
+        ),
+        (
+            "serve --port 1",
+            "kvd serve: unrecognized arguments: --port 1; see `kvd serve --help`",
+        ),
+        (
             "gateway --port 1 --gateway-bind 127.0.0.1:2",
             "kvd gateway: --gateway-bind says where to listen; --host and --port say it, too; "
             "see `kvd gateway --help`",
