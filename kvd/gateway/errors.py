@@ -55,7 +55,7 @@ class Reason(Enum):
     INVALID_API_KEY = ReasonAnswer(401, _INVALID, "invalid_api_key", "authentication_error")
     NOT_PERMITTED = ReasonAnswer(403, _INVALID, "not_permitted", "permission_error")
     TOO_LARGE = ReasonAnswer(413, _INVALID, "request_too_large", "request_too_large")
-    UNSUPPORTED_ENCODING = ReasonAnswer(415, _INVALID, "unsupported_encoding", _INVALID)
+    UNSUPPORTED_MEDIA = ReasonAnswer(415, _INVALID, "unsupported_media_type", _INVALID)
     NO_UPSTREAM = ReasonAnswer(503, "server_error", "no_upstream", "overloaded_error", 1)
     UPSTREAM_FAILED = ReasonAnswer(502, "server_error", "upstream_failed", "api_error")
     UPSTREAM_TIMEOUT = ReasonAnswer(504, "server_error", "upstream_timeout", "api_error")
@@ -70,7 +70,7 @@ OF_STATUS = {
     404: Reason.UNKNOWN_URL,
     405: Reason.METHOD_NOT_ALLOWED,
     413: Reason.TOO_LARGE,
-    415: Reason.UNSUPPORTED_ENCODING,
+    415: Reason.UNSUPPORTED_MEDIA,
     421: Reason.NOT_PERMITTED,
     500: Reason.INTERNAL,
     503: Reason.OVERLOADED,

@@ -43,8 +43,9 @@ REFUSALS = {
     ),
     "encoded": (
         "POST", CHAT, {"headers": {"content-encoding": "zstd"}, "content": b"{}"},
-        415, "unsupported_encoding", None,
+        415, "unsupported_media_type", None,
     ),
+    "no type": ("POST", "/upstreams", {"content": b"{}"}, 415, "unsupported_media_type", None),
     "no JSON": ("POST", CHAT, {"content": b"{"}, 400, "invalid_json", None),
     "no form": ("POST", "/v1/audio/transcriptions", {"json": {}}, 400, "invalid_form", None),
     "no model": (
