@@ -135,7 +135,7 @@ def text(found: Json) -> str:
         if choice["more_candidates"]:
             console.print(Text(f"and {choice['more_candidates']:,} more"))
     console.print()
-    console.print(Text(_reach(found["chronicle"])))
+    console.print(Text(_reach(found)))
     if found["timeline"]:
         console.print(_timeline(found["timeline"][-MOST_EVENTS:]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -232,12 +232,13 @@ def _end_reason(candidate: Json) -> str:
     return f"block {ended['at_block']:,}: {text}"
 
 
-def _reach(chronicle: Json) -> str:
+def _reach(found: Json) -> str:
+    chronicle = found["chronicle"]
     if not chronicle["capacity"]:
         return "what happened to blocks is not recorded: index_chronicle is 0"
     return (
-        f"what happened to them, from {chronicle['changes']:,} changes of blocks that reach "
-        f"{chronicle['reach_s']:,.0f} s back"
+        f"{'what happened to them, from' if found['timeline'] else 'none of them is in'} "
+        f"{chronicle['changes']:,} changes of blocks that reach {chronicle['reach_s']:,.0f} s back"
     )
 
 
