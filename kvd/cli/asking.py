@@ -19,14 +19,18 @@ from kvd.telemetry import logs
 
 if TYPE_CHECKING:
     from kvd.cli.face_client import FaceClient
+    from kvd.config.parsers import Bind
 
 Command = Callable[[Mapping[str, object]], CommandResult]
 GivenSettings = Callable[[argparse.ArgumentParser, argparse.Namespace], dict[str, object]]
 
-FIRST_FACE = (
-    "The command takes the daemon's addresses from the file, the environment or the flags, and "
-    "asks the first face that answers."
+# Where the addresses of the daemon come from.
+ADDRESSES = (
+    "The daemon's addresses come from the flags, the environment or the file of settings; without "
+    f"--config this is the service's, {config.SERVICE_FILE}, if it is readable. Without a file and "
+    f"an address, a gateway at {settings.DEFAULT_GATEWAY_BIND} is asked, too."
 )
+FIRST_FACE = f"{ADDRESSES} The first face that answers is asked."
 
 
 def add_status(commands: Any) -> None:
@@ -37,12 +41,9 @@ def add_status(commands: Any) -> None:
         show_status,
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
-        "live requests, its rates, and the workers whose event streams are inexact. The command "
-        "takes the daemon's addresses from the file, the environment or the flags, and asks each "
-        "face. With an address of a gateway, others that have only their default address may be "
-        "missing. "
-        f"Without --config it reads the service's file, {config.SERVICE_FILE}, if that is "
-        "readable.",
+        f"live requests, its rates, and the workers whose event streams are inexact. {ADDRESSES} "
+        "Each face is asked. With a gateway, others that have only their default address may be "
+        "missing.",
         epilog="Exit codes: 0 all streams are exact, 1 some streams are inexact, a worker cannot "
         "be selected, an engine does not serve or a model never matches, 2 a face does not answer.",
     )
@@ -210,14 +211,13 @@ def show_status(given: Mapping[str, object]) -> CommandResult:
     asked = _asking(given)
     if asked is None:
         return "", status.UNREACHABLE
-    values, client = asked
+    faces, unnamed, client = asked
     # No rate can be measured over no time.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    faces = face_client.binds_of(values)
     if not faces:
         logs.complain(config.StartError("every face is off"))
         return "", status.UNREACHABLE
-    may_lack = face_client.at_default(values) if "gateway" in faces else ()
+    may_lack = unnamed if "gateway" in faces else ()
     try:
         shown = status.figures(status.check(faces, interval_s, client, may_lack))
         # Clients choose names: some could look like lines of kvd's, or control the terminal.
@@ -235,9 +235,9 @@ def show_findings(given: Mapping[str, object]) -> CommandResult:
     asked = _asking(given)
     if asked is None:
         return "", doctor.UNREACHABLE
-    values, client = asked
+    faces, _, client = asked
     try:
-        found = doctor.examine(face_client.binds_of(values), client, probes=not given["no_probe"])
+        found = doctor.examine(faces, client, probes=not given["no_probe"])
         text = "\n".join(map(logs.plain, doctor.text(found)))
         text = json.dumps({"findings": found}, indent=1) if given["json"] else text
         return f"{text}\n", doctor.exit_code(found)
@@ -255,10 +255,10 @@ def explain(given: Mapping[str, object]) -> CommandResult:
     asked = _asking(given)
     if asked is None:
         return "", explaining.UNREACHABLE
-    values, client = asked
+    faces, _, client = asked
     try:
         body = explaining.question(given)
-        found = explaining.ask(face_client.binds_of(values), client, body)
+        found = explaining.ask(faces, client, body)
         text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
         return text, explaining.EXPLAINED
     except (explaining.WrongPrompt, face_client.FaceRefused) as error:
@@ -272,14 +272,14 @@ def explain(given: Mapping[str, object]) -> CommandResult:
 
 
 def watch(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import face_client, status, top  # here, as no other command needs to load Rich
+    from kvd.cli import status, top  # here, as no other command needs to load Rich
 
     asked = _asking(given)
     if asked is None:
         return "", status.UNREACHABLE
-    values, client = asked
+    faces, _, client = asked
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    return "", top.run(face_client.binds_of(values), client, interval_s)
+    return "", top.run(faces, client, interval_s)
 
 
 def reload(given: Mapping[str, object]) -> CommandResult:
@@ -294,22 +294,31 @@ def reload(given: Mapping[str, object]) -> CommandResult:
     return text, 0
 
 
-def _asking(given: Mapping[str, object]) -> tuple[dict[str, Any], FaceClient] | None:
-    """Returns the settings and a client for the daemon, None if it cannot be asked.
+def _asking(
+    given: Mapping[str, object],
+) -> tuple[dict[str, Bind], set[str], FaceClient] | None:
+    """Returns the faces, those whose address nobody has named, and a client to ask them.
 
-    In that case the reason is written to standard error. Without a file, the service's is read.
+    If the daemon cannot be asked, writes the reason to standard error and returns None. Without a
+    file, the service's is read. If there is neither a file nor an address, the daemon may be
+    `kvd gateway`, so its default address is added.
     """
     from kvd.cli import face_client
 
     config_file = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
     if not config_file and os.access(config.SERVICE_FILE, os.R_OK):
-        given = {**given, config.CONFIG: config.SERVICE_FILE}
+        config_file = config.SERVICE_FILE
     try:
-        held = config.resolve(given, os.environ)
+        held = config.resolve({**given, config.CONFIG: config_file}, os.environ)
         token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
         own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
         client = face_client.FaceClient(token, held["tls_certfile"].value, *own)
     except (config.StartError, OSError) as error:
         logs.complain(error)
         return None
-    return {name: setting.value for name, setting in held.items()}, client
+    binds = {name: held[face_client.setting_of(name)] for name in face_client.FACES}
+    unnamed = {name for name, bind in binds.items() if bind.source == config.BY_DEFAULT}
+    faces = face_client.addresses({name: bind.value for name, bind in binds.items()})
+    if not config_file and unnamed == set(binds):
+        faces["gateway"] = settings.DEFAULT_GATEWAY_BIND
+    return faces, unnamed, client

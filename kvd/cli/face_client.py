@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from kvd._version import VERSION
 from kvd.config.parsers import Bind, Binds, UnixBind
-from kvd.config.settings import BIND_SETTINGS
 
-FACES = ("indexer", "slot-tracker", "selection", "conductor")
+# The gateway is the last: only clients may be able to reach it.
+FACES = ("indexer", "slot-tracker", "selection", "conductor", "gateway")
 
 TIMEOUT_S = 5.0  # time allowed for a connection, and between two pieces of an answer
 
@@ -34,6 +34,7 @@ WRONG = (400, 404, 413, 422, 503)
 # Hints for refusals, by status.
 TOKEN_HINT = "; --token-file takes a file that contains only a bearer token of scope read"
 HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
+CERTIFICATE_HINT = "; the setting tls_certfile (KVD_TLS_CERTFILE) names the daemon's own"
 
 T = TypeVar("T")
 
@@ -56,6 +57,10 @@ def reason(error: Exception) -> str:
         return "the answer is not JSON: this is no kvd"
     if isinstance(error, OTHER_FORM):
         return f"the answer has another form ({error}): this is no kvd, or not version {VERSION}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}{CERTIFICATE_HINT}"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS"
     words = error.strerror if isinstance(error, OSError) else None
     return words or str(error) or type(error).__name__
 
@@ -168,35 +173,18 @@ def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
     raise Unreached("; ".join(faults) or "every face is off")
 
 
-def faces_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns an address for each face that the settings switch on.
-
-    If a face has several, one without TLS is preferred: it needs no client certificate.
-    """
-    found = {name: values[_setting_of(name)] for name in FACES}
-    return {
-        name: min(binds.each, key=lambda bind: bind.tls)
-        for name, binds in found.items()
-        if isinstance(binds, Binds)
-    }
-
-
-def at_default(values: Mapping[str, Any]) -> set[str]:
-    """Returns the faces whose address nobody has named: beside a gateway they may not run."""
-    defaults = {each.name: each.default for each in BIND_SETTINGS}
-    binds = {name: _setting_of(name) for name in FACES}
-    return {name for name, bind in binds.items() if values[bind] == defaults[bind]}
-
-
-def _setting_of(face: str) -> str:
+def setting_of(face: str) -> str:
     """Returns the name of the setting that has a face's address."""
     return f"{face.replace('-', '_')}_bind"
 
 
-def binds_of(values: Mapping[str, Any]) -> dict[str, Bind]:
-    """Returns the same with the gateway, as the last: only clients may be able to reach it."""
-    binds = faces_of(values)
-    gateway = values["gateway_bind"]
-    if isinstance(gateway, Binds):
-        binds["gateway"] = min(gateway.each, key=lambda bind: bind.tls)
-    return binds
+def addresses(binds: Mapping[str, Any]) -> dict[str, Bind]:
+    """Returns an address for each face that is not off, from the faces' settings.
+
+    If a face has several, one without TLS is preferred: it needs no client certificate.
+    """
+    return {
+        name: min(bind.each, key=lambda each: each.tls)
+        for name, bind in binds.items()
+        if isinstance(bind, Binds)
+    }

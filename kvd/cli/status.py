@@ -125,13 +125,16 @@ def check(
 ) -> list[FaceStatus]:
     """Asks every face twice, at least `interval_s` apart.
 
-    Faces that it `may_lack` are left out if they do not answer.
+    Faces that it `may_lack` are left out if they do not answer; if the gateway is among these, it
+    alone is, because the others are then missed.
     """
     faces = [FaceStatus(name, bind) for name, bind in binds.items()]
     begun = time.monotonic()
     for face in faces:
         _try(_read_before, face, client)
-    faces = [face for face in faces if face.error is None or face.name not in may_lack]
+    lacking = {face.name for face in faces if face.error is not None}.intersection(may_lack)
+    lacking = lacking & {"gateway"} or lacking
+    faces = [face for face in faces if face.name not in lacking]
     time.sleep(max(0.0, begun + interval_s - time.monotonic()))
     for face in faces:
         _try(_read_after, face, client)

@@ -78,6 +78,7 @@ SECRETS = (
 # variable that names the file.
 CONFIG = "config"
 DEFAULTS = "defaults"
+BY_DEFAULT = "default"  # the source of a value that nobody has set
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 NEARLY = 0.9  # least likeness (difflib) of a variable to a known one that it was meant to be
 SERVICE_FILE = Path("/etc/kvd/kvd.toml")  # the configuration file of systemd/kvd.service
@@ -287,7 +288,7 @@ def _resolve(
     if setting.default_env is not None and (text := environ.get(setting.default_env)):
         return EffectiveSetting(setting.parse(text), setting.default_env)
     own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
-    return EffectiveSetting(own.get(setting.name, setting.default), "default")
+    return EffectiveSetting(own.get(setting.name, setting.default), BY_DEFAULT)
 
 
 def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

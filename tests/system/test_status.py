@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,14 +18,14 @@ import trio
 import zmq
 
 from examples.engine.options import EngineOptions
-from kvd.cli.face_client import FACES, FaceClient, at_default, faces_of
+from kvd.cli.face_client import FaceClient, addresses
 from kvd.cli.main import main
 from kvd.cli.status import check, of_one_process, read_samples
 from kvd.config import load as config
+from kvd.config import settings
 from kvd.config.parsers import Binds, TcpBind, UnixBind
-from kvd.config.settings import BIND_SETTINGS
 from tests.support import http_client
-from tests.support.asking import make_client_certificates
+from tests.support.asking import FACES, make_client_certificates
 from tests.support.gateways import engines, gateway_of
 from tests.support.http_client import Client
 from tests.support.other_versions import other_version
@@ -120,7 +121,9 @@ def test_a_certificate_that_an_authority_has_signed_is_known(
         assert (code, shown["faces"]["indexer"]["bind"]) == (0, tls), shown
         make_client_certificates(tmp_path, "kvd")  # of another authority, with the same name
         code, shown = status(capsys, f"--indexer-bind={tls}", *others)
-        assert code == 2 and "CERTIFICATE_VERIFY_FAILED" in shown["faces"]["indexer"]["error"]
+        assert code == 2 and "is not trusted: " in shown["faces"]["indexer"]["error"]
+        code, shown = status(capsys, f"--indexer-bind=tls:{plain}", *others)
+        assert (code, shown["faces"]["indexer"]["error"]) == (2, "it does not speak TLS")
 
 
 def test_where_clients_need_certificates_one_is_shown(
@@ -287,14 +290,42 @@ async def test_a_gateway_names_the_engines_that_do_not_serve(
                 assert any(line.startswith(f"  engine {away}: ") for line in lines) == bool(code)
 
 
-def test_beside_a_gateway_faces_at_their_default_address_may_be_missing() -> None:
-    values = {each.name: each.default for each in BIND_SETTINGS}
-    values["selection_bind"] = Binds((UnixBind("/x"),))
-    assert at_default(values) == {"indexer", "slot-tracker", "conductor"}
+def test_beside_a_gateway_faces_that_nobody_has_named_may_be_missing() -> None:
     nowhere = {"indexer": TcpBind("127.0.0.1", find_free_port())}
     asks = FaceClient(b"", None, None, None)
     assert [face.name for face in check(nowhere, 0.0, asks)] == ["indexer"]
     assert check(nowhere, 0.0, asks, {"indexer"}) == []
+    gateway = {"gateway": TcpBind("127.0.0.1", find_free_port())}
+    unnamed = {"indexer", "gateway"}
+    assert [face.name for face in check(nowhere | gateway, 0.0, asks, unnamed)] == ["indexer"]
+
+
+async def test_a_gateway_alone_is_found_at_its_default_address(
+    kvd_process: Callable[..., Server],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whoever starts `kvd gateway` without an address needs none for `kvd status` either."""
+    monkeypatch.setattr(config, "SERVICE_FILE", tmp_path / "none.toml")
+    gone = Binds((TcpBind("127.0.0.1", find_free_port()),))  # others may serve at the defaults here
+    moved = {name: gone for name in config.FACE_BINDS if name != "gateway_bind"}
+    changed = [replace(one, default=moved.get(one.name, one.default)) for one in config.SETTINGS]
+    monkeypatch.setattr(config, "SETTINGS", changed)
+    async with (
+        engines(EngineOptions(events=False)) as (engine,),
+        gateway_of(kvd_process, [engine.url], count=1) as client,
+    ):
+        url = client.http.base_url
+        monkeypatch.setattr(settings, "DEFAULT_GATEWAY_BIND", TcpBind(url.host, url.port or 0))
+        code, shown = await trio.to_thread.run_sync(partial(status, capsys))
+        assert code == 0 and list(shown["faces"]) == ["gateway"]
+        assert await trio.to_thread.run_sync(main, ["doctor"]) == 0
+        capsys.readouterr()
+        file = tmp_path / "kvd.toml"
+        file.touch()  # says that the gateway is off
+        code, shown = await trio.to_thread.run_sync(partial(status, capsys, f"--config={file}"))
+        assert code == 2 and list(shown["faces"]) == list(FACES)
 
 
 def test_processes_of_a_gateway_count_as_one() -> None:
@@ -373,9 +404,9 @@ def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_only_faces_that_are_on_are_asked() -> None:
     plain, secured, local = TcpBind("::1", 1), TcpBind("::1", 2, tls=True), UnixBind("/x")
-    values = {"indexer_bind": Binds((secured, plain)), "slot_tracker_bind": "off"}
-    values |= {"selection_bind": Binds((local,)), "conductor_bind": Binds((secured,))}
-    assert faces_of(values) == {"indexer": plain, "selection": local, "conductor": secured}
+    values = {"indexer": Binds((secured, plain)), "slot-tracker": "off"}
+    values |= {"selection": Binds((local,)), "conductor": Binds((secured,))}
+    assert addresses(values) == {"indexer": plain, "selection": local, "conductor": secured}
 
 
 def test_samples_are_read() -> None:
