@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -73,7 +74,19 @@ def extension(source: str) -> Extension:
 
 
 class BuildCore(build_ext):
-    """Reports a missing compiler or header in one line, instead of the compiler's two hundred."""
+    """Reports a missing compiler or header in one line, instead of the compiler's two hundred.
+
+    An editable installation finds what `build_ext --inplace` has built; in setuptools' temporary
+    folders all would be compiled anew.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.editable_mode:
+            self.build_lib, self.build_temp = (
+                f"build/{kind}.{self.plat_name}-{sys.implementation.cache_tag}"
+                for kind in ("lib", "temp")
+            )
 
     def run(self) -> None:
         compiler = shlex.split(os.environ.get("CXX", "c++"))

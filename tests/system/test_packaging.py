@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -48,3 +51,43 @@ def test_extensions_are_hardened() -> None:
         assert "GNU_RELRO" in shown, path
         assert re.search(r"\(FLAGS\).*BIND_NOW|\(BIND_NOW\)", shown), path
         assert not re.search(r"GNU_STACK.* RWE ", shown), path
+
+
+# A compiler that knows all headers and compiles nothing.
+PROBED_ONLY = """#!/bin/sh
+case " $* " in *" -fsyntax-only "*) exit 0;; *) exit 1;; esac
+"""
+PROJECT = """
+[project]
+name = "kvd"
+version = "1"
+[tool.setuptools]
+packages = ["kvd"]
+"""
+
+
+def test_an_editable_installation_takes_what_is_built_in_place(tmp_path: Path) -> None:
+    """`make` builds in place first, and then installs kvd, without building it once more."""
+    shutil.copy(REPOSITORY / "setup.py", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "kvd").mkdir()
+    (tmp_path / "kvd/__init__.py").touch()
+    (tmp_path / "kvd/one.pyx").write_text("cdef int one = 1\n")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(PROBED_ONLY)
+    compiler.chmod(0o755)
+    install = "from setuptools import build_meta; build_meta.build_editable('.')"
+    for command, environ in (
+        (["setup.py", "-q", "build_ext", "--inplace"], {}),
+        (["-c", install], {"CC": str(compiler), "CXX": str(compiler)}),
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("kvd/one.*.so")) and list(tmp_path.glob("kvd-1-*.whl"))
