@@ -116,7 +116,7 @@ def add_setting(
     """Adds the flag of a setting; that of a switch needs no value, and has a form --no-..."""
     remarks = []
     if default is not None:
-        remarks.append(f"default {default}")
+        remarks.append(f"default {str(default).lower() if setting.is_switch else default}")
     elif setting.when_unset:
         remarks.append(f"default: {setting.when_unset}")
     if setting.is_borrowed:

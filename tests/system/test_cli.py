@@ -373,13 +373,14 @@ def test_the_help_with_all_has_every_setting_by_subject(
     assert titles == [title for title in GROUPS if title not in (COMMON, "Recovery")]
 
 
-def test_every_flag_is_said_to_have_the_variable_it_has(
+def test_every_flag_is_said_to_have_the_variable_and_default_it_has(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = "".join(show_help(capsys, "serve", "--help-all").split())  # lines break anywhere
     for setting in SETTINGS:
         usual = f"KVD_{setting.name.upper()}"
         assert setting.variable == usual or f"variable{setting.variable})" in text
+    assert "(defaulttrue" in text and "(defaultfalse" in text  # as the file and --flag take it
 
 
 def test_workers_of_the_command_line_are_registered(
