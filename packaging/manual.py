@@ -157,13 +157,18 @@ def default_file() -> str:
 # ---- completions
 
 
+# What an argument with one of these placeholders names.
+PATHS = dict.fromkeys(("FILE", "PROMPT", "TRACE"), shtab.FILE)
+PATHS |= dict.fromkeys(("DIR", "DIR|off"), shtab.DIRECTORY)
+
+
 def completion(shell: str) -> str:
     parser = build_parser(FullParser)
     for command in walk(parser):
         command.description = None  # it would be shown for a command in place of its short help
         for action in command._actions:
-            if action.metavar == "FILE":
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if (what := PATHS.get(str(action.metavar))) is not None:
+                action.complete = what  # type: ignore[attr-defined]
             elif choices := choices_of(action):
                 action.choices = choices
     return str(shtab.complete(parser, shell))

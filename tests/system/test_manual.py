@@ -153,6 +153,9 @@ def test_shells_read_their_completions(folder: Path, name: str, shell: str) -> N
         ("kvd serve --log-level debug --access-log ", {"true", "false"}, "debug"),
         ("kvd serve --router-queue-policy w", {"wspt"}, "fcfs"),
         ("kvd config check --config FOLDER/", {"FOLDER/kvd.toml"}, "--help"),
+        ("kvd replay FOLDER/", {"FOLDER/kvd.toml"}, "--help"),
+        ("kvd explain FOLDER/", {"FOLDER/kvd.toml"}, "--help"),
+        ("kvd state show FOLDER", {"FOLDER"}, "show"),
         ("kvd indexer --", {"--port", "--threads"}, "--router-temperature"),
     ],
 )
