@@ -70,7 +70,8 @@ def build_sdist(folder: Path) -> Path:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = files("*.pyx") | files("*.pxd") | files("*.pyi") | files("*.hpp") | files("*.py")
     wanted |= {"packaging/build", "packaging/debian/control", "systemd/kvd.service", "setup.py"}
-    wanted |= {"pyproject.toml", "Makefile", "LICENSE"} | files(PAGE)
+    wanted |= {"pyproject.toml", "Makefile", "LICENSE", "CHANGELOG.md", ".clang-format"}
+    wanted |= files(PAGE)
     check(wanted <= names, f"not in the source distribution: {wanted - names}")
     generated = {name for name in names if name.endswith(".so") or name.startswith("build/")}
     generated |= names & {name.replace(".pyx", ".cpp") for name in files("*.pyx")}
