@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _write(*args.command(given))
         loaded = load_config(given)
         logs.setup(loaded.log_level, loaded.log_format)
-        unused = (*config.without_effect(os.environ), *config.outweighed(loaded))
-        for option, why in (*args.without_effect, *unused):
+        for option, why in (*args.without_effect, *_unused(loaded)):
             log.warning("option_without_effect", option=option, reason=why)
         from kvd.app.processes import run  # here, because only a daemon needs to load it
         from kvd.config.reload import ConfigReader
@@ -157,6 +156,11 @@ def load_config(given: Mapping[str, object]) -> config.Config:
     return loaded
 
 
+def _unused(loaded: config.Config) -> tuple[tuple[str, str], ...]:
+    """Returns variables and settings that have no effect, each with the reason."""
+    return (*config.without_effect(os.environ), *config.outweighed(loaded))
+
+
 def write_docs(given: Mapping[str, object]) -> CommandResult:
     return "\n".join(render_page()) + "\n", 0
 
@@ -169,6 +173,8 @@ def check_config(given: Mapping[str, object]) -> CommandResult:
         read_files(loaded.tls)
     for path in config.exposed_secrets(loaded):
         logs.complain(f"warning: every user can read the secret file {path}")
+    for option, why in _unused(loaded):
+        logs.complain(f"warning: {option} has no effect: {why}")
     return "ok\n", 0
 
 

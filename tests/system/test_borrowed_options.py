@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.cli.main import main
 from kvd.config.load import StartError, load, outweighed, without_effect
 from kvd.config.settings import WITHOUT_EFFECT
 from tests.support.http_client import Client
@@ -63,6 +64,20 @@ def test_weights_that_the_policy_does_not_go_by_are_told() -> None:
     assert dict(outweighed(load({}, environ))) == {"router_kv_overlap_score_weight": why}
     assert not dict(outweighed(load({}, environ | {"KVD_ROUTER_POLICY": "dynamo"})))
     assert not dict(outweighed(load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "1"})))
+
+
+def test_a_check_warns_of_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVD_HTTP_IDEL_S", "3")
+    monkeypatch.setenv("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "2")
+    assert main(["config", "check"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "ok\n"
+    warned = [line.partition(" has no effect: ")[0] for line in shown.err.splitlines()]
+    assert warned == [
+        f"kvd: warning: {name}" for name in ("KVD_HTTP_IDEL_S", "router_kv_overlap_score_weight")
+    ]
 
 
 @pytest.mark.parametrize("face", ["serve", "select-service"])
