@@ -193,5 +193,8 @@ def run(given: Mapping[str, Any]) -> tuple[str, int]:
 
     try:
         return "\n".join(report(given["options"], case)) + "\n", 0
-    except (ReplayError, OSError) as error:
+    except ReplayError as error:
         raise StartError(str(error)) from None
+    except OSError as error:
+        name = "" if error.filename is None else f"{error.filename}: "
+        raise StartError(f"{name}{error.strerror or error}") from None

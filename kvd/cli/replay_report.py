@@ -29,7 +29,9 @@ MakeCase = Callable[[Traffic, SimulatedFleet, Any, int, argparse.Namespace], Rep
 
 
 def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
-    """Replays as the options say and returns the lines to print; raises ReplayError."""
+    """Replays as the options say and returns the lines to print; raises ReplayError, OSError."""
+    for path in filter(None, (given.plot, given.json)):
+        path.open("ab").close()  # before a replay, which may take minutes
     traffic = Traffic(
         given.trace,
         given.requests,

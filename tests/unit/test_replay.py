@@ -394,6 +394,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
     path = conversations(tmp_path)
+    for option in ("--plot", "--json"):  # before the replay, whose capacity is too small
+        nowhere = tmp_path / "none" / "file"
+        assert main(["replay", str(path), "--capacity=5", "--jobs=1", f"{option}={nowhere}"]) == 1
+        assert capsys.readouterr().err == f"kvd: {nowhere}: No such file or directory\n"
     assert main(["replay", str(path), "--capacity", "5", "--jobs", "1"]) == 1
     assert "needs more blocks than an engine has" in capsys.readouterr().err
     assert main(["replay", str(path), "--engines", "1", "--joins", "5", "--jobs", "1"]) == 1
