@@ -42,8 +42,8 @@ UNBROKEN = "\N{NO-BREAK SPACE}"  # while a signature is wrapped
 HEAD = """\
 # The client library
 
-To ask kvd from Python, install `kvd[client]` (kvd, and httpx) and use `AsyncClient` on trio, or
-`Client` in threads and scripts:
+To ask kvd from Python, run `pip install '.[client]'` in its source tree (kvd, and httpx) and use
+`AsyncClient` on trio, or `Client` in threads and scripts:
 
 ```python
 from kvd.client import AsyncClient
