@@ -265,7 +265,9 @@ class Forwarder:
         raise GatewayError(Reason.MODEL_NOT_FOUND, text, param="model")
 
     def _refuse_if_unknown(self, name: str) -> None:
-        """Raises GatewayError if an engine that is still to be asked may have the model."""
+        """Raises GatewayError if an engine that is still to come or to be asked may have it."""
+        if not self._upstreams.each:
+            raise GatewayError(Reason.NO_UPSTREAM, "the gateway has no engine")
         if not self._upstreams.all_known():
             text = f"no engine is known to serve {name}, but not all have said what they serve"
             raise GatewayError(Reason.NO_UPSTREAM, text)

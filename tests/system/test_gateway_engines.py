@@ -68,7 +68,7 @@ async def test_an_engine_that_leaves_ends_what_it_answers(
                 if not received:
                     path = f"/upstreams/{added.json['worker_id']}"
                     assert (await client.http.delete(path)).status_code == 200
-                    assert (await client.chat(PROMPT)).status == 404  # no engine has the model
+                    assert (await client.chat(PROMPT)).status == 503  # there is no engine
                 received += piece
         assert received.endswith(b"data: [DONE]\n\n")
 
@@ -124,7 +124,7 @@ async def test_a_name_that_means_nothing_is_shown(kvd_process: Start) -> None:
         with trio.fail_after(60):
             while not (await client.get("/status")).json["names"][0]["problem"]:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.05)
-        assert (await client.chat(PROMPT)).status == 404
+        assert (await client.chat(PROMPT)).status == 503
 
 
 # ---- the canary
@@ -246,8 +246,9 @@ async def test_a_prompt_goes_where_it_fits(kvd_process: Start) -> None:
 
 
 async def test_before_any_engine_has_said_what_it_serves(kvd_process: Start) -> None:
-    async with gateway_of(kvd_process, [f"http://127.0.0.1:{find_free_port()}"], count=0) as client:
-        for model in ("demo", None):
-            answered = await client.chat("x", model=model)
-            assert (answered.status, answered.json["error"]["code"]) == (503, "no_upstream")
-            assert answered.headers["retry-after"] == "1"
+    for urls in ([f"http://127.0.0.1:{find_free_port()}"], []):
+        async with gateway_of(kvd_process, urls, count=0) as client:
+            for model in ("demo", None):
+                answered = await client.chat("x", model=model)
+                assert (answered.status, answered.json["error"]["code"]) == (503, "no_upstream")
+                assert answered.headers["retry-after"] == "1"
