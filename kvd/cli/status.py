@@ -408,11 +408,14 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unserved(shown: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the engines that a gateway does not use, and the kvds that it cannot ask."""
+    """Yields the engines that a gateway does not use, and names and kvds that lead nowhere."""
     status = shown.get("gateway", {}).get("status", {})
     for each in status.get("upstreams", ()):
         if each["standing"] != SERVING:
             yield f"engine {each['url']}: {each['problem'] or each['standing']}"
+    for each in status.get("names", ()):
+        if each["problem"] and not each["addresses"]:
+            yield f"engine {each['name']}: {each['problem']}"
     for each in status.get("kvds", ()):
         if not each["up"]:
             yield f"kvd {each['url']}: {each['problem']}"

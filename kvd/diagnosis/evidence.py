@@ -69,7 +69,7 @@ class StreamEvidence:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamEvidence:
-    """An engine behind the gateway."""
+    """An engine behind the gateway, or a name that leads to none."""
 
     url: str
     problem: str  # why it gets no requests, "" if it does

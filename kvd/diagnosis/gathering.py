@@ -7,7 +7,7 @@ slices, so that a diagnosis hardly slows the routing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +120,7 @@ class Gathering:
             watched_s=self._growth.since_s(now),
             streams=await self._streams(probes),
             models=await self._models(),
-            upstreams=tuple(
-                UpstreamEvidence(each.url, each.problem or "", _doubt(each))
-                for each in parts.upstreams
-            ),
+            upstreams=tuple(self._upstreams()),
             kvds=tuple(
                 KvdEvidence(str(each["url"]), str(each["problem"] or ""))
                 for each in parts.choices.shown() or ()
@@ -161,6 +158,15 @@ class Gathering:
             unwritten=_counts_of(grown, "unwritten"),
             clock_lead_s=self._clock_lead_s(now),
         )
+
+    def _upstreams(self) -> Iterator[UpstreamEvidence]:
+        """Yields the engines behind the gateway, and the names that lead to none."""
+        upstreams = self._parts.upstreams
+        for each in upstreams:
+            yield UpstreamEvidence(each.url, each.problem or "", _doubt(each))
+        for wanted, name in upstreams.followed.items():
+            if not name.urls:
+                yield UpstreamEvidence(wanted.url, name.problem or "", "")
 
     # ---- counters
 

@@ -290,6 +290,20 @@ async def test_a_gateway_names_the_engines_that_do_not_serve(
                 assert any(line.startswith(f"  engine {away}: ") for line in lines) == bool(code)
 
 
+async def test_a_gateway_names_a_name_without_engines(
+    kvd_process: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = [f"--{face}-bind=off" for face in FACES]
+    name = "dns:no-such-name.invalid:8000"
+    async with gateway_of(kvd_process, [name], count=0) as client:
+        with trio.fail_after(60):
+            while not (await client.get("/status")).json["names"][0]["problem"]:  # noqa: ASYNC110 - another process
+                await trio.sleep(0.05)
+        asks = [*off, f"--gateway-bind={client.http.base_url.netloc.decode()}"]
+        assert await trio.to_thread.run_sync(main, ["status", "--interval=0", *asks]) == 1
+        assert f"\n  engine {name}: " in capsys.readouterr().out
+
+
 def test_beside_a_gateway_faces_that_nobody_has_named_may_be_missing() -> None:
     nowhere = {"indexer": TcpBind("127.0.0.1", find_free_port())}
     asks = FaceClient(b"", None, None, None)

@@ -41,10 +41,11 @@ async def test_nothing_is_wrong(kvd_process: Start) -> None:
 
 
 async def test_an_engine_is_not_there(kvd_process: Start) -> None:
-    away = f"http://127.0.0.1:{find_free_port()}"
-    async with gateway_of(kvd_process, [away], count=0) as client:
-        found = await finds(client, "upstream_unusable")
-        assert found["subject"] == f"upstream {away}" and away in found["remedy"]
+    nowhere = f"http://127.0.0.1:{find_free_port()}"
+    for away in (nowhere, "dns:no-such-name.invalid:8000"):
+        async with gateway_of(kvd_process, [away], count=0) as client:
+            found = await finds(client, "upstream_unusable")
+            assert found["subject"] == f"upstream {away}" and away in found["remedy"]
 
 
 async def test_no_kvd_chooses(kvd_process: Start) -> None:
