@@ -42,6 +42,7 @@ class BookingSteps:
         self._waiting: deque[bytes] = deque()
         self._some = trio.Event()
         self._stream: trio.SocketStream | None = None
+        self._is_outdated = False  # the stream leads to a former address
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -76,6 +77,8 @@ class BookingSteps:
                 raise StepsFailed("the kvd did not answer in time") from None
 
     async def _send_row(self) -> None:
+        if self._is_outdated:
+            self.close()
         if self._stream is None:
             self._stream = await self._connect()
         row = list(islice(self._waiting, MAX_ROW))
@@ -91,9 +94,13 @@ class BookingSteps:
         if not answers.persist:
             self.close()
 
+    def reconnect(self) -> None:
+        """Has the next row open another connection, as the kvd has another address now."""
+        self._is_outdated = True
+
     def close(self) -> None:
         """Closes the connection; the next row opens another one."""
-        stream, self._stream = self._stream, None
+        stream, self._stream, self._is_outdated = self._stream, None, False
         if stream is not None:
             stream.socket.close()
 

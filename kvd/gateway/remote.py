@@ -31,7 +31,7 @@ from kvd.gateway.choices import Placement, Question, read_placement
 from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.http.untasked import in_task
-from kvd.net.dialing import Dialer, Unreachable
+from kvd.net.dialing import Dialer, Unreachable, next_address
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
 from kvd.telemetry.logs import RateLimit, get_logger
@@ -88,6 +88,7 @@ class Kvd:
     authority: bytes
     engine: int | None = None  # its number in the relay, once its address is known
     address: str | None = None
+    unreached: bool = False  # the last read of its catalog has failed at this address
     problem: str | None = NOT_YET  # why it is not asked; None: it is up
     # What this process has registered there, by worker id.
     registered: dict[int, WorkerRecord] = field(default_factory=dict)
@@ -210,7 +211,9 @@ class RemoteChoices:
                 try:
                     with trio.fail_after(UPDATE_S):
                         await self._update(kvd)
+                    kvd.unreached = False
                 except (Failed, Unreachable, trio.TooSlowError) as error:
+                    kvd.unreached = True
                     kvd.note_failed(str(error) or "it has not answered GET /workers in time")
             return kvd.changed_at > since
 
@@ -261,12 +264,14 @@ class RemoteChoices:
         if kvd.host.startswith("/"):
             address = kvd.host
         else:
-            address, *_ = await self._dialer.addresses(kvd.host)
+            found = await self._dialer.addresses(kvd.host)
+            address = next_address(found, kvd.address, failed=kvd.unreached)
         relay = self._exchanges.relay
         if kvd.engine is None:
             kvd.engine = relay.add_engine(address, kvd.port)
         elif address != kvd.address:
             relay.move_engine(kvd.engine, address, kvd.port)
+            self._steps[kvd].reconnect()
         kvd.address = address
 
     # ---- requests

@@ -34,7 +34,7 @@ from kvd.gateway.probing import EngineKind, Facts, ListedModel, NotAnEngine, Pro
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
-from kvd.net.dialing import Dialer, Unreachable
+from kvd.net.dialing import Dialer, Unreachable, next_address
 from kvd.selection.worker_record import Role, WorkerRecord
 from kvd.telemetry.logs import get_logger
 from kvd.wire.urls import Target, parse_upstream
@@ -89,6 +89,7 @@ class Upstream:
     engine: int | None = None
     tunnel: Tunnel | None = None  # the way to an engine with TLS, once its address is known
     address: str | None = None
+    unreached: bool = False  # the last health check got no answer from this address
     state: UpstreamState = UpstreamState.UNKNOWN
     facts: Facts | None = None
     problem: str | None = None  # why requests are not sent there, for operators
@@ -510,7 +511,8 @@ class Upstreams:
         return False
 
     async def _resolve(self, upstream: Upstream) -> None:
-        address, *_ = await self._dialer.addresses(upstream.target.host)
+        found = await self._dialer.addresses(upstream.target.host)
+        address = next_address(found, upstream.address, failed=upstream.unreached)
         relay = self._exchanges.relay
         engine_address = address, upstream.target.port
         if upstream.target.tls:
@@ -560,7 +562,7 @@ class Upstreams:
         is_sglang = upstream.facts is not None and upstream.facts.kind is EngineKind.SGLANG
         path = "/ready" if is_sglang else "/health"
         head = own_head("GET", path, upstream.authority, 0, upstream.key)
-        status = 0
+        status, problem = 0, f"{path} has not answered within {HEALTH_TIMEOUT_S:g} s"
         try:
             with trio.move_on_after(HEALTH_TIMEOUT_S):
                 answer = await self._exchanges.ask(upstream.engine, head, b"", HEALTH_BYTES)
@@ -570,9 +572,10 @@ class Upstreams:
                 return None  # this says nothing of the engine
             if upstream.outcome_of(error.outcome) is ExchangeOutcome.UNREACHABLE:
                 upstream.ended = True
-            return upstream.fault_of(str(error))
-        if not status:
-            return f"{path} has not answered within {HEALTH_TIMEOUT_S:g} s"
+            problem = upstream.fault_of(str(error))
+        upstream.unreached = not status
+        if upstream.unreached:
+            return problem
         if status in (200, 204, 404):  # 404: an engine without that path answers at least
             if upstream.ended and upstream.facts is not None:
                 self._choices.note_emptied(record_of(upstream, upstream.facts))

@@ -24,7 +24,7 @@ from kvd.wire.endpoints import host_and_port, tcp_endpoint
 from kvd.wire.hosts import literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # Time allowed for the lookup of one name: resolvers give up on a server after 5 s.
 LOOKUP_S = 5.0
@@ -145,6 +145,16 @@ class Dialer:
             if not allowed:
                 self.outgoing.refused_connections += 1
                 link.give_up(refusal("ipc" if host_port is None else host_port[0]))
+
+
+def next_address(found: Sequence[str], used: str | None, *, failed: bool) -> str:
+    """Returns the address of a name to connect to: the used one, or the next if it has `failed`.
+
+    If the used one is not among those that were found, this is the first of them.
+    """
+    if used not in found:
+        return found[0]
+    return found[(found.index(used) + failed) % len(found)]
 
 
 class NameNotFound(Unreachable):

@@ -31,29 +31,30 @@ from kvd.net.dialing import Dialer
 from kvd.selection.phases import PREFILL_SUFFIX, Phase
 from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord
 from kvd.wire.egress import EgressPolicy
+from kvd.wire.urls import UNIX_PREFIX
 from kvd_core.base.hashing import sequence_hashes
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Pool
+from tests.support.ports import find_free_port
+from tests.support.resolving import Names
 from tests.support.selecting import Service
 from tests.support.serving import PATIENT
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 BLOCK_SIZE = 4
+NAME = "kvd.test"
 PROMPT = list(range(1, 9))  # local hashes of blocks
 
 
 class KvdProcess:
-    """A selection service on a Unix socket, which can end and start again with nothing."""
+    """A selection service at unix:/PATH or HOST:PORT, which can end and start with nothing."""
 
-    def __init__(self, path: Path, nursery: trio.Nursery) -> None:
-        self.path = path
+    def __init__(self, bind: str, nursery: trio.Nursery) -> None:
+        self.bind = bind
         self.service = Service()
         self._nursery = nursery
         self._scope = trio.CancelScope()
-
-    @property
-    def url(self) -> str:
-        return f"unix:{self.path}"
+        self._ended = trio.Event()
 
     @property
     def booked(self) -> set[str]:
@@ -72,17 +73,20 @@ class KvdProcess:
     async def end(self) -> None:
         """Ends it at once, with all its connections."""
         self._scope.cancel()
-        await until(lambda: not self.path.exists())
+        await self._ended.wait()
 
     async def _serve(
         self, routes: Sequence[Route], *, task_status: trio.TaskStatus[trio.CancelScope]
     ) -> None:
         context = ServerContext(
-            Authorizer(AccessPolicy()), lambda *_: None, access=AccessLog("selection")
+            Authorizer(AccessPolicy(allowed_hosts=(NAME,))),
+            lambda *_: None,
+            access=AccessLog("selection"),
         )
         app = build_app(tuple(routes), PATIENT, context, lambda path: "not found")
+        self._ended = trio.Event()
         with trio.CancelScope() as scope:
-            sockets = await open_listeners(self.url)
+            sockets = await open_listeners(self.bind)
             try:
                 front = Front(tuple(routes), app, PATIENT, context)
                 async with trio.open_nursery() as nursery:
@@ -90,7 +94,9 @@ class KvdProcess:
                     task_status.started(scope)
                     await trio.sleep_forever()
             finally:
-                os.unlink(self.path)
+                if self.bind.startswith(UNIX_PREFIX):
+                    os.unlink(self.bind.removeprefix(UNIX_PREFIX))
+                self._ended.set()
 
 
 class Gateway:
@@ -126,12 +132,13 @@ async def asking(
 ) -> AsyncIterator[tuple[Gateway, list[KvdProcess]]]:
     """Yields a gateway of engines 1 and 2, and the running kvds that it asks."""
     async with trio.open_nursery() as nursery:
-        running = [KvdProcess(folder / f"{number}.sock", nursery) for number in range(kvds)]
+        binds = [f"{UNIX_PREFIX}{folder}/{number}.sock" for number in range(kvds)]
+        running = [KvdProcess(bind, nursery) for bind in binds]
         for each in running:
             await each.start()
         exchanges = Exchanges(RelayLimits())
         dialer = Dialer(EgressPolicy(), 1.0, 1.0)
-        choices = RemoteChoices([each.url for each in running], exchanges, dialer, deadline_s)
+        choices = RemoteChoices(binds, exchanges, dialer, deadline_s)
         nursery.start_soon(exchanges.run)
         nursery.start_soon(choices.run)
         for worker_id in (1, 2):
@@ -329,6 +336,41 @@ async def test_a_kvd_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
         assert len(second.booked) == 1
         assert gateway.choices.questions["late"] <= 1
         assert not is_up(gateway.choices, 0)
+
+
+async def test_a_name_leads_to_its_next_address_with_all_steps() -> None:
+    """The kvd is one of two behind a name: they change places, and then one of them ends."""
+    names, port = Names(), find_free_port()
+    trio.socket.set_custom_hostname_resolver(names)
+    async with trio.open_nursery() as nursery:
+        hosts = ["127.0.0.1", "127.0.0.2"]
+        kvds = first, second = [KvdProcess(f"{host}:{port}", nursery) for host in hosts]
+        for each in kvds:
+            await each.start()
+        exchanges, dialer = Exchanges(RelayLimits()), Dialer(EgressPolicy(), 1.0, 1.0)
+        choices = RemoteChoices([f"http://{NAME}:{port}"], exchanges, dialer, NOT_MY_FAULT_S)
+        gateway = Gateway(choices)
+
+        async def ask(kvd: KvdProcess, *hosts: str) -> None:
+            """Has the name resolve to these, and a request booked and ended at this kvd."""
+            names.known[NAME] = list(hosts)
+            assert await choices.register(record(1)) == []
+            await until(lambda: kvd.workers == {1} and is_up(choices, 0))
+            question = gateway.question([1])
+            await choices.choose(question)
+            assert [len(each.booked) for each in kvds] == [each is kvd for each in kvds]
+            choices.free(question.reservation_id)
+            await until(lambda: not kvd.booked)
+
+        names.known[NAME] = hosts[:1]
+        nursery.start_soon(exchanges.run)
+        nursery.start_soon(choices.run)
+        await ask(first, hosts[0])
+        await ask(first, hosts[1], hosts[0])  # resolvers rotate the addresses
+        await ask(second, hosts[1])
+        await second.end()
+        await ask(first, hosts[1], hosts[0])
+        nursery.cancel_scope.cancel()
 
 
 async def test_what_is_refused_for_want_of_room_is_refused(tmp_path: Path) -> None:

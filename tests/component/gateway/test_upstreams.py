@@ -21,6 +21,7 @@ from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.gateways import CHAT, Running, engines, scripted_engine
 from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.relaying import Script
+from tests.support.resolving import Names
 from tests.support.serving import Client
 from tests.support.zmtp_fakes import until
 
@@ -94,6 +95,16 @@ async def ask(upstream: Upstream) -> None:
     upstream.failed.set()
     await until(lambda: upstream.asked_at != before and upstream.ask_at > upstream.asked_at)
     await until(lambda: upstream.failed.statistics().tasks_waiting)
+
+
+async def test_each_address_of_a_name_is_tried() -> None:
+    names = Names()
+    trio.socket.set_custom_hostname_resolver(names)
+    names.known["engine.test"] = ["127.0.0.9", "127.0.0.1"]
+    async with answering() as (_, url):
+        named = url.replace("127.0.0.1", "engine.test")
+        async with inner_gateway(Wanted(named)) as inner:
+            await inner.until_serving(named)
 
 
 @pytest.mark.parametrize("path", ["/version", "/metrics"])
