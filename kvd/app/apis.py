@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from uuid import uuid4
 
 import trio
 
@@ -93,6 +94,7 @@ class Gateway:
         wanted = [Wanted(url) for url in config.upstreams or ()]
         wanted += [Wanted(url, prefills=True) for url in config.prefills or ()]
         self.upstreams = Upstreams(
+            uuid4().hex if identity is None else identity.gateway_id,
             wanted,
             self.exchanges,
             self.choices,

@@ -37,6 +37,9 @@ CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULT
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
+# Shown with a gateway's list of models: a gateway that is its own engine would send each request
+# round and round.
+GATEWAY_HEADER = b"x-kvd-gateway"
 MAX_COUNT = 10**18 - 1  # of tokens or blocks, as WHOLE reads it from metrics
 MAX_RANKS = 4096  # ranks that one engine may report
 
@@ -118,7 +121,11 @@ class Facts:
 class Probe:
     """Questions to one engine."""
 
-    def __init__(self, exchanges: Exchanges, engine: int, target: Target, key: bytes) -> None:
+    def __init__(
+        self, exchanges: Exchanges, engine: int, target: Target, key: bytes, gateway_id: bytes
+    ) -> None:
+        """`gateway_id` is in the list of models of the gateway that asks."""
+        self._own_line = b"%b: %b\r\n" % (GATEWAY_HEADER, gateway_id)
         self._exchanges = exchanges
         self._engine = engine
         self._target = target
@@ -204,6 +211,8 @@ class Probe:
             raise NotAnEngine("/v1/models answers 404: this is no server of OpenAI's API")
         if answer.status == 401:
             raise NotAnEngine("/v1/models needs the key of this engine: check --upstream-key-file")
+        if self._own_line in answer.head.lower():
+            raise NotAnEngine("this is the gateway itself: its requests would come back")
         listed = _parsed(answer)
         rows = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(rows, list):

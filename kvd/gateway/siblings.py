@@ -6,6 +6,7 @@ asks the others over their own Unix sockets.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -28,6 +29,11 @@ class ProcessIdentity:
     sockets: Mapping[str, str]  # paths, by the name of the process that listens there
     restarts: int  # of this process since the service was started
     token: bytes = field(repr=False, default=b"")  # which the processes at these sockets accept
+
+    @property
+    def gateway_id(self) -> str:
+        """Returns an id that all processes of this gateway have, and nobody else."""
+        return hashlib.blake2b(self.token, digest_size=8).hexdigest()
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics of the process itself."""

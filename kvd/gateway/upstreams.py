@@ -211,6 +211,7 @@ class Upstreams:
 
     def __init__(
         self,
+        gateway_id: str,
         wanted: Iterable[Wanted],
         exchanges: Exchanges,
         choices: Choices,
@@ -223,9 +224,12 @@ class Upstreams:
     ) -> None:
         """`wanted` are the engines of the settings; `tls` is for engines with https: URLs.
 
+        `gateway_id` is in this gateway's own list of models: who shows it is no engine.
+
         Unless `proves` is False, an engine that publishes events is tested: its events must agree
         with its tokens, or its cache is predicted.
         """
+        self.gateway_id = gateway_id.encode()
         self.each: dict[int, Upstream] = {}
         self.followed: dict[Wanted, FollowedName] = {}
         self.refused = 0  # beyond MAX_UPSTREAMS
@@ -488,7 +492,8 @@ class Upstreams:
         assert upstream.engine is not None
         upstream.asked_at = trio.current_time()
         upstream.ask_at = upstream.asked_at + REFRESH_S
-        probe = Probe(self._exchanges, upstream.engine, upstream.target, upstream.key)
+        engine = upstream.engine, upstream.target, upstream.key
+        probe = Probe(self._exchanges, *engine, self.gateway_id)
         facts = await probe.ask()
         if self._doubts(upstream, probe.faults):
             assert upstream.facts is not None

@@ -71,7 +71,7 @@ async def inner_gateway(
     exchanges, stats = Exchanges(limits), GatewayStats()
     tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
     behind = exchanges, choices, dialer or Dialer(), b"", tls or UpstreamTls(), limits.connect_s
-    upstreams = Upstreams(wanted, *behind, proves=False)
+    upstreams = Upstreams("1234", wanted, *behind, proves=False)
     chains = Chains(stats, trio.current_time)
     forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0)
     parts: Sequence[Any] = exchanges, upstreams, tokens

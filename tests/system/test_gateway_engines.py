@@ -90,6 +90,28 @@ async def test_what_is_no_engine_is_refused(kvd_process: Start, body: object) ->
         assert await rows(client) == {}
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_a_gateway_is_no_engine_of_its_own(
+    kvd_process: Start, tmp_path: Path, processes: str
+) -> None:
+    """Requests would come back to it, each of them several times."""
+    fleet = tmp_path / "fleet.toml"
+    fleet.touch()
+    flags = "--fleet-file", str(fleet), "--processes", processes
+    async with engines(EngineOptions()) as (one,), gateway_of(kvd_process, [], flags) as client:
+        own = str(client.http.base_url).rstrip("/")
+        written = fleet.with_suffix(".new")
+        written.write_text(f'[[upstream]]\nurl = "{one.url}"\n[[upstream]]\nurl = "{own}"\n')
+        written.rename(fleet)
+        await wait_serving(client, 1)
+        with trio.fail_after(NOT_MY_FAULT_S):
+            while (shown := (await rows(client)).get(own, {})).get("problem") is None:  # noqa: ASYNC110
+                await trio.sleep(0.02)
+        assert shown["problem"] == "this is the gateway itself: its requests would come back"
+        assert (await client.chat(PROMPT)).status == 200
+        assert (await rows(client))[own]["standing"] == "unknown"
+
+
 async def test_the_fleet_file_is_followed(kvd_process: Start, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     async with engines(EngineOptions(), EngineOptions()) as (one, other):

@@ -15,6 +15,7 @@ from kvd.gateway.errors import OF_STATUS, ErrorForm, GatewayError, Reason
 from kvd.gateway.errors import response as error_response
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.heads import request_id_of
+from kvd.gateway.probing import GATEWAY_HEADER
 from kvd.gateway.requests import Api
 from kvd.gateway.upstreams import Upstream, Upstreams, UpstreamState
 from kvd.http.errors import Failures
@@ -120,7 +121,9 @@ def list_models(upstreams: Upstreams, request: Request) -> Response:
         "first_id": cards[0]["id"] if cards else None,
         "last_id": cards[-1]["id"] if cards else None,
     }
-    return _json({"object": "list", "data": cards, **ends, "has_more": False})
+    listed = _json({"object": "list", "data": cards, **ends, "has_more": False})
+    listed.headers.append((GATEWAY_HEADER, upstreams.gateway_id))
+    return listed
 
 
 def show_model(upstreams: Upstreams, request: Request) -> Response:

@@ -47,7 +47,7 @@ async def facts_of(answers: dict[str, object]) -> Facts | None:
     async with relaying(script) as (exchanges, engine, _):
         target = parse_url("http://127.0.0.1:1")
         try:
-            return await Probe(exchanges, engine, target, b"").ask()
+            return await Probe(exchanges, engine, target, b"", b"1234").ask()
         except NotAnEngine:
             return None
 
