@@ -200,7 +200,7 @@ class Served(NamedTuple):
 class _Engines(NamedTuple):
     """The engines of a model."""
 
-    serving: tuple[Upstream, ...]  # those that are well; if none is, those in doubt
+    serving: tuple[Upstream, ...]  # those that are well, and those in doubt as `serving` says
     keepers: tuple[Upstream, ...]  # those that are well or in doubt
     prefills: bool  # whether any engine, well or not, is meant to prefill for others
     basis: bytes  # what blocks depend on besides the prompt: weights and block sizes
@@ -346,8 +346,9 @@ class Upstreams:
     def serving(self, served: Served) -> Sequence[Upstream]:
         """Returns the healthy engines that serve a model: the same object until any changes.
 
-        If none is healthy, these are the engines in doubt. A request that an engine does not answer
-        is tried with others, and puts all of them out; those may be well nevertheless.
+        If no prefill engine is healthy, or no other one, those in doubt are among them. A request
+        that an engine does not answer is tried with others, and puts all of them out; those may be
+        well nevertheless.
         """
         return self._engines_of(served).serving
 
@@ -380,7 +381,9 @@ class Upstreams:
                 elif serves and one.in_doubt:
                     in_doubt.append(one)
             keepers = tuple(serving + in_doubt)
-            serving = serving or in_doubt
+            # Prefill engines do not stand in for the others, nor these for them.
+            healthy = {one.role is Role.PREFILL for one in serving}
+            serving += [one for one in in_doubt if (one.role is Role.PREFILL) not in healthy]
             engines = tuple(serving), keepers, prefills, _basis(serving)
             found = self._by_served[served] = _Engines(*engines)
         return found

@@ -236,6 +236,20 @@ async def test_engines_in_doubt_serve_while_no_other_does() -> None:
         await until(lambda: not upstreams.serving(demo))  # it has been asked for its health
 
 
+async def test_no_prefill_engine_stands_in_for_engines_in_doubt() -> None:
+    options = EngineOptions(events=False), EngineOptions(events=False)
+    async with (
+        engines(*options) as (one, other),
+        inner_gateway(Wanted(one.url, prefills=True), Wanted(other.url)) as inner,
+    ):
+        await inner.until_serving(one.url, other.url)
+        prefill, decode = inner.upstreams
+        for gone in (decode, prefill):
+            gone.note_gone("it has closed the connection", ExchangeOutcome.NO_ANSWER)
+            assert set(inner.upstreams.serving(Served("demo"))) == {prefill, decode}
+            await inner.until_serving(one.url, other.url)
+
+
 async def close(stream: trio.SocketStream) -> None:
     """Closes the connection of a request."""
 
