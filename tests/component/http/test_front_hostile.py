@@ -393,8 +393,9 @@ SEEDS = [
 
 async def test_mutated_requests_never_hurt_the_server(layers: str) -> None:
     chance = random.Random(20)
-    # Some mutated requests announce more than they send; short deadlines end those.
-    async with serving(head_s=SOON, body_s=SOON) as running:
+    # Some mutated requests announce more than they send; the end of their stream ends those. Short
+    # deadlines would end handshakes on a busy machine, too.
+    async with serving() as running:
         await _check_alive(running)
         await running.until_empty()
         before = open_descriptors()
