@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -435,12 +435,22 @@ class RemoteChoices:
 
     async def _send_steps(self, kvd: Kvd) -> None:
         with closing(self._steps[kvd]) as steps:
-            while True:
-                await kvd.reached.wait()
-                try:
-                    await steps.send()
-                except StepsFailed as error:
-                    kvd.note_failed(str(error))
+            try:
+                while True:
+                    await kvd.reached.wait()
+                    try:
+                        await steps.send()
+                    except StepsFailed as error:
+                        kvd.note_failed(str(error))
+            finally:
+                await self._send_last_steps(kvd, steps)
+
+    async def _send_last_steps(self, kvd: Kvd, steps: BookingSteps) -> None:
+        """Ends the bookings of the last requests, those cut by the stop among them."""
+        steps.close()  # a row may be on its way there, and its answers on their way back
+        if len(steps) and kvd.problem is None:
+            with trio.move_on_after(self._deadline_s, shield=True), suppress(StepsFailed):
+                await steps.send()
 
     async def _request(
         self, kvd: Kvd, method: str, path: str, body: bytes = b"", limit: int = ANSWER_BYTES

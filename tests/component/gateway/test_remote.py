@@ -338,6 +338,30 @@ async def test_a_kvd_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
         assert not is_up(gateway.choices, 0)
 
 
+async def test_bookings_end_with_the_gateway(tmp_path: Path) -> None:
+    """Those of requests that the stop has cut: their last steps wait as the choices are ended."""
+    async with trio.open_nursery() as outer:
+        kvd = KvdProcess(f"{UNIX_PREFIX}{tmp_path}/kvd.sock", outer)
+        await kvd.start()
+        exchanges, dialer = Exchanges(RelayLimits()), Dialer(EgressPolicy(), 1.0, 1.0)
+        choices = RemoteChoices([kvd.bind], exchanges, dialer, NOT_MY_FAULT_S)
+        gateway = Gateway(choices)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchanges.run)
+            nursery.start_soon(choices.run)
+            await choices.register(record(1))
+            await until(lambda: kvd.workers == {1} and is_up(choices, 0))
+            questions = [gateway.question([1]) for _ in range(2)]
+            for question in questions:
+                await choices.choose(question)
+            assert len(kvd.booked) == len(questions)
+            for question in questions:
+                choices.free(question.reservation_id)
+            nursery.cancel_scope.cancel()
+        assert not kvd.booked
+        outer.cancel_scope.cancel()
+
+
 async def test_a_name_leads_to_its_next_address_with_all_steps() -> None:
     """The kvd is one of two behind a name: they change places, and then one of them ends."""
     names, port = Names(), find_free_port()
