@@ -5,8 +5,8 @@
                  └─── in front ─────┘
 
 No task waits for a step, and each client's request has two or three: an exchange for each would
-cost more than the choice. After a fault the whole row is sent again: ending a booking twice does no
-harm.
+cost more than the choice. After a fault all that was not answered is sent again: ending a booking
+twice does no harm.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class BookingSteps:
             self._some = trio.Event()
             await self._some.wait()
         while self._waiting:
-            is_new = self._stream is None
+            is_new, first = self._stream is None, self._waiting[0]
             try:
                 with trio.fail_after(self._deadline_s):
                     await self._send_row()
             except (OSError, trio.BrokenResourceError, httptools.HttpParserError) as error:
                 self.close()
-                if is_new:
+                if is_new and self._waiting and self._waiting[0] is first:
                     raise StepsFailed(str(error.__cause__ or error)) from None
             except trio.TooSlowError:
                 self.close()
@@ -84,13 +84,15 @@ class BookingSteps:
         row = list(islice(self._waiting, MAX_ROW))
         await self._stream.send_all(b"".join(row))
         answers = _Answers()
-        while answers.complete < len(row):
-            data = await self._stream.receive_some(RECEIVE_BYTES)
-            if not data:
-                raise OSError("the connection was closed")
-            answers.parser.feed_data(data)
-        for _ in row:
-            self._waiting.popleft()
+        try:
+            while answers.complete < len(row):
+                data = await self._stream.receive_some(RECEIVE_BYTES)
+                if not data:
+                    raise OSError("the connection was closed")
+                answers.parser.feed_data(data)
+        finally:
+            for _ in row[: answers.complete]:
+                self._waiting.popleft()
         if not answers.persist:
             self.close()
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,28 @@ async def test_steps_are_told_in_rows_and_again_after_a_restart(tmp_path: Path) 
         assert not (await gateway.choices.choose(question)).by_load
         gateway.choices.free(question.reservation_id)  # its kept connection is gone by now
         await until(lambda: not kvd.booked)
+
+
+async def test_steps_pass_a_proxy_that_answers_one_request_a_connection() -> None:
+    seen: list[bytes] = []
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with stream:
+            seen.append(bytes(await stream.receive_some()).partition(b" HTTP")[0])
+            head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            await stream.send_all(head)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        address = listeners[0].socket.getsockname()
+        steps = BookingSteps(partial(trio.open_tcp_stream, *address), NOT_MY_FAULT_S)
+        for number in range(3):
+            steps.put(b"DELETE /%d HTTP/1.1\r\n\r\n" % number)
+        await steps.send()
+        steps.close()
+        assert seen == [b"DELETE /0", b"DELETE /1", b"DELETE /2"]
+        nursery.cancel_scope.cancel()
 
 
 async def test_steps_beyond_the_bound_are_dropped_and_counted() -> None:
