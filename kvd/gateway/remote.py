@@ -97,6 +97,7 @@ class Kvd:
     # Models for which it also has workers that are not this gateway's.
     shared: set[str] = field(default_factory=set)
     changing: trio.Lock = field(default_factory=trio.Lock)
+    updating: trio.CancelScope = field(default_factory=trio.CancelScope)
     # When the last read of its catalog began, and when the last one ended that found an engine
     # missing; trio's clock.
     checked_at: float = -1.0
@@ -106,12 +107,16 @@ class Kvd:
     reached: trio.Event = field(default_factory=trio.Event)
 
     def note_failed(self, why: str) -> None:
-        """Marks it as down until it is reached, which is tried at once."""
+        """Marks it as down until it is reached, which is tried at once.
+
+        An update under way would wait in vain, and with it the engine that is to be registered.
+        """
         if self.problem != why:
             log.warning("kvd_lost", url=self.url, reason=why)
         if self.problem is None:
             self.reached = trio.Event()
             self.failed.set()
+            self.updating.cancel()
         self.problem = why
 
     def note_reached(self, workers: int) -> None:
@@ -192,7 +197,7 @@ class RemoteChoices:
         retry_s = RETRY_S
         while True:
             kvd.failed = trio.Event()
-            await self._try_update(kvd, trio.current_time())
+            await self._try_update(kvd, trio.current_time(), revives=True)
             kvd.met.set()
             if kvd.problem is None:
                 pause_s, retry_s = CHECK_S, RETRY_S
@@ -201,15 +206,16 @@ class RemoteChoices:
             with trio.move_on_after(pause_s):
                 await kvd.failed.wait()
 
-    async def _try_update(self, kvd: Kvd, since: float) -> bool:
+    async def _try_update(self, kvd: Kvd, since: float, *, revives: bool = False) -> bool:
         """Updates the engines at a kvd, unless its catalog has been read after `since`.
 
-        Returns whether an engine has been missing, and was registered, after `since`.
+        If it is down, only a call that `revives` it does. Returns whether an engine has been
+        missing, and was registered, after `since`.
         """
         async with kvd.changing:
-            if kvd.checked_at <= since:
+            if kvd.checked_at <= since and (revives or kvd.problem is None):
                 try:
-                    with trio.fail_after(UPDATE_S):
+                    with trio.fail_after(UPDATE_S) as kvd.updating:
                         await self._update(kvd)
                     kvd.unreached = False
                 except (Failed, Unreachable, trio.TooSlowError) as error:

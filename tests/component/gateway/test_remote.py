@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -359,6 +360,22 @@ async def test_a_kvd_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
         assert len(second.booked) == 1
         assert gateway.choices.questions["late"] <= 1
         assert not is_up(gateway.choices, 0)
+
+
+async def test_a_kvd_that_hangs_holds_up_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.gateway.remote.UPDATE_S", 10 * NOT_MY_FAULT_S)
+    async with asking(tmp_path, deadline_s=0.1) as (gateway, [kvd]):
+        await kvd.end()
+        with trio.socket.socket(socket.AF_UNIX) as hanging:
+            await hanging.bind(kvd.bind.removeprefix(UNIX_PREFIX))
+            hanging.listen()
+            gateway.choices._kvds[0].note_reached(2)  # makes it count as up
+            with trio.fail_after(NOT_MY_FAULT_S):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(gateway.choices.register, record(3))
+                    assert (await gateway.choices.choose(gateway.question())).by_load
 
 
 async def test_bookings_end_with_the_gateway(tmp_path: Path) -> None:
