@@ -13,7 +13,7 @@ from kvd.diagnosis.evidence import Evidence
 from kvd.diagnosis.findings import KINDS, Finding
 from kvd.diagnosis.identity import check_identity
 from kvd.diagnosis.questions import check_questions
-from kvd.diagnosis.upstreams import check_kvd, check_upstream
+from kvd.diagnosis.upstreams import check_gateway
 
 # Findings of one name that are shown; one more counts the others, since one fault may affect a
 # whole fleet.
@@ -42,10 +42,7 @@ def walk(evidence: Evidence) -> Iterator[Finding | None]:
         yield from check_events(stream)
         if number % SLICE == 0:
             yield None
-    for upstream in evidence.upstreams:
-        yield from check_upstream(upstream)
-    for kvd in evidence.kvds:
-        yield from check_kvd(kvd)
+    yield from check_gateway(evidence)
     yield from check_identity(evidence)
     yield from check_capacity(evidence.capacity, evidence.watched_s)
     yield from check_questions(evidence)

@@ -72,7 +72,7 @@ class UpstreamEvidence:
     """An engine behind the gateway, or a name that leads to none."""
 
     url: str
-    problem: str  # why it gets no requests, "" if it does
+    problem: str  # why it gets no requests, or why the name leads to no engine; "" if nothing
     doubt: str  # why its events are not believed, "" if they are
 
 

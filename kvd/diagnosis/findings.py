@@ -74,6 +74,12 @@ KINDS: Mapping[str, FindingKind] = {
         "the engine was started again a short while ago, and its cache began empty",
         "look at the engine's log for why it ended; kvd needs nothing",
     ),
+    "upstreams_missing": FindingKind(
+        Severity.ERROR,
+        "the gateway has no engine, so it refuses all requests",
+        "kvd gateway --upstream http://HOST:8000  # or [[upstream]] in the fleet file, or "
+        "POST /upstreams",
+    ),
     "upstream_unusable": FindingKind(
         Severity.ERROR,
         "an engine behind the gateway gets no requests",

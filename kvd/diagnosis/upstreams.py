@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvd.diagnosis.evidence import KvdEvidence, UpstreamEvidence
+from kvd.diagnosis.evidence import Evidence, KvdEvidence, UpstreamEvidence
 from kvd.diagnosis.findings import Finding, found
+
+
+def check_gateway(evidence: Evidence) -> Iterator[Finding]:
+    """Yields what is wrong with the gateway's engines, and with the kvds that choose for it."""
+    if not evidence.upstreams and any(face.name == "gateway" for face in evidence.faces):
+        yield found("upstreams_missing", "gateway", "no engine is behind it")
+    for upstream in evidence.upstreams:
+        yield from check_upstream(upstream)
+    for kvd in evidence.kvds:
+        yield from check_kvd(kvd)
 
 
 def check_upstream(upstream: UpstreamEvidence) -> Iterator[Finding]:

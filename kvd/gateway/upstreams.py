@@ -259,6 +259,8 @@ class Upstreams:
 
     async def run(self) -> None:
         """Follows every engine, and every name, until it is cancelled."""
+        if not self.each and not self.followed:
+            log.warning("upstreams_missing")
         async with trio.open_nursery() as nursery:
             async for task in self._tasks:
                 nursery.start_soon(task)

@@ -48,6 +48,25 @@ async def test_an_engine_is_not_there(kvd_process: Start) -> None:
             assert found["subject"] == f"upstream {away}" and away in found["remedy"]
 
 
+async def test_there_is_no_engine(kvd_process: Start) -> None:
+    servers: list[Server] = []
+
+    def start(*flags: str, face: str) -> Server:
+        servers.append(kvd_process(*flags, face=face))
+        return servers[0]
+
+    async with gateway_of(start, []) as client:
+        assert [each["name"] for each in await findings(client)] == ["upstreams_missing"]
+        assert "event=upstreams_missing" in servers[0].stderr
+
+
+async def test_a_name_leads_to_no_engine(kvd_process: Start) -> None:
+    async with gateway_of(kvd_process, ["dns:engines.invalid:8000"], count=0) as client:
+        found = await finds(client, "upstream_unusable")
+        assert found["subject"] == "upstream dns:engines.invalid:8000"
+        assert "engines.invalid" in found["evidence"]
+
+
 async def test_no_kvd_chooses(kvd_process: Start) -> None:
     away = f"http://127.0.0.1:{find_free_port()}"
     flags = ["--gateway-kvd", away]

@@ -216,6 +216,9 @@ def test_the_gateway() -> None:
     assert names(Evidence(upstreams=(away,))) == ["upstream_unusable"]
     assert names(Evidence(upstreams=(replace(upstream, doubt="other"),))) == ["tokens_disagree"]
     assert names(Evidence(kvds=(replace(kvd, problem="unreachable"),))) == ["kvd_unreachable"]
+    face = FaceEvidence("gateway", 0, "")
+    assert names(Evidence(faces=(face,))) == ["upstreams_missing"]
+    assert names(Evidence(faces=(face,), upstreams=(upstream,))) == []
 
 
 # ---- identity
