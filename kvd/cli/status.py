@@ -410,12 +410,14 @@ def _inexact(shown: Mapping[str, Any]) -> Iterator[str]:
 def _unserved(shown: Mapping[str, Any]) -> Iterator[str]:
     """Yields the engines that a gateway does not use, and names and kvds that lead nowhere."""
     status = shown.get("gateway", {}).get("status", {})
+    if status and not status["upstreams"] and not status["names"]:
+        yield "the gateway has no engine"
+    for each in status.get("names", ()):
+        if not each["addresses"]:
+            yield f"engines of {each['name']}: {each['problem'] or 'not looked up yet'}"
     for each in status.get("upstreams", ()):
         if each["standing"] != SERVING:
             yield f"engine {each['url']}: {each['problem'] or each['standing']}"
-    for each in status.get("names", ()):
-        if each["problem"] and not each["addresses"]:
-            yield f"engine {each['name']}: {each['problem']}"
     for each in status.get("kvds", ()):
         if not each["up"]:
             yield f"kvd {each['url']}: {each['problem']}"

@@ -35,7 +35,7 @@ from kvd.diagnosis.evidence import (
 from kvd.diagnosis.findings import partition_name
 from kvd.diagnosis.growth import Growth
 from kvd.gateway.choices import Choices
-from kvd.gateway.upstreams import Upstreams
+from kvd.gateway.upstreams import DISAGREE, Upstream, Upstreams
 from kvd.http.auth import Authorizer
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publishers
@@ -365,6 +365,11 @@ def _stream(
         probe=probes.get(listener.endpoint),
         replay_probe=probes.get(listener.replay_endpoint or ""),
     )
+
+
+def _doubt(upstream: Upstream) -> str:
+    """Returns why the events of an engine are not believed."""
+    return upstream.advice if upstream.advice == DISAGREE else ""
 
 
 def _model(partition: Partition) -> ModelEvidence:

@@ -290,18 +290,24 @@ async def test_a_gateway_names_the_engines_that_do_not_serve(
                 assert any(line.startswith(f"  engine {away}: ") for line in lines) == bool(code)
 
 
-async def test_a_gateway_names_a_name_without_engines(
-    kvd_process: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+NAMED = "dns:engines.invalid:8000"
+
+
+@pytest.mark.parametrize(
+    ("urls", "line"), [([], "the gateway has no engine"), ([NAMED], f"engines of {NAMED}: ")]
+)
+async def test_a_gateway_has_no_engine(
+    kvd_process: Callable[..., Server],
+    capsys: pytest.CaptureFixture[str],
+    urls: list[str],
+    line: str,
 ) -> None:
     off = [f"--{face}-bind=off" for face in FACES]
-    name = "dns:no-such-name.invalid:8000"
-    async with gateway_of(kvd_process, [name], count=0) as client:
-        with trio.fail_after(60):
-            while not (await client.get("/status")).json["names"][0]["problem"]:  # noqa: ASYNC110 - another process
-                await trio.sleep(0.05)
-        asks = [*off, f"--gateway-bind={client.http.base_url.netloc.decode()}"]
-        assert await trio.to_thread.run_sync(main, ["status", "--interval=0", *asks]) == 1
-        assert f"\n  engine {name}: " in capsys.readouterr().out
+    async with gateway_of(kvd_process, urls, count=0) as client:
+        bind = f"--gateway-bind={client.http.base_url.netloc.decode()}"
+        asks = ["status", "--interval=0", *off, bind]
+        assert await trio.to_thread.run_sync(main, asks) == 1
+        assert f"  {line}" in capsys.readouterr().out
 
 
 def test_beside_a_gateway_faces_that_nobody_has_named_may_be_missing() -> None:
