@@ -571,17 +571,17 @@ def test_a_disk_that_syncs_nothing_is_tried_at_intervals_and_reported_once(
     async def main() -> None:
         process = await booked_and_written(tmp_path)
         await process.writer.sync()
-        create = process.directory.create_journal
+        begin = process.writer.begin
         (first,) = process.directory.journals()
 
-        def create_and_note(header: Header) -> tuple[int, int]:
-            begun.append(clock.current_time())
-            return create(header)
+        async def note_and_begin() -> None:
+            begun.append(trio.current_time())
+            await begin()
 
         def fail(number: int, file: int) -> bool:
             raise OSError(5, "Input/output error")
 
-        process.directory.create_journal = create_and_note  # type: ignore[method-assign]
+        process.writer.begin = note_and_begin  # type: ignore[method-assign]
         has_journal = process.directory.has_journal
         process.directory.has_journal = fail  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:

@@ -49,7 +49,7 @@ async def test_the_pauses_between_tries_double_from_the_first_on(autojump_clock:
         nursery.cancel_scope.cancel()
     assert dialer.pauses() == doubling(remote.RETRY_S, remote.MAX_RETRY_S)
     dialer = Away()
-    engines = Upstreams([Wanted(URL)], exchanges, choices, dialer)
+    engines = Upstreams("g", [Wanted(URL)], exchanges, choices, dialer)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(engines.run)
         await dialer.tried_enough.wait()

@@ -202,7 +202,7 @@ async def test_answers_are_forgotten_at_the_bound() -> None:
 
 
 async def test_ended_bookings_take_no_room() -> None:
-    service = await ready(replace(OPTIONS, max_retries=2))
+    service = await ready(batched(1), options=replace(OPTIONS, max_retries=2))
     asked = {"reservation_id": "a", "retry": retry("a")}
     first = service.select([1], **asked)
     for name in ("b", "c", "d"):
