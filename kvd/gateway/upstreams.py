@@ -95,8 +95,8 @@ class Upstream:
     problem: str | None = None  # why requests are not sent there, for operators
     # It is out for a request that it has not answered well, and has not been asked since.
     in_doubt: bool = False
-    # Nothing listened at its last health check: its process has ended, and its cache with it.
-    ended: bool = False
+    # Where it has the cache that is known or predicted; None: nowhere, as its process has ended.
+    cache_address: str | None = None
     failures: int = 0  # failed health checks in a row
     faults: frozenset[str] = frozenset()  # paths that it answers with a fault, as if it had none
     doubts: int = 0  # times in a row that other paths were answered so
@@ -162,6 +162,16 @@ class Upstream:
             self.in_doubt = outcome in IN_DOUBT
             self.changed()
             self.failed.set()
+
+    def note_ended(self) -> None:
+        """Notes that nothing listens at its present address: its process there has ended."""
+        if self.cache_address == self.address:
+            self.cache_address = None
+
+    def note_answered(self) -> bool:
+        """Notes that it answers; returns whether it has another cache than it had before."""
+        before, self.cache_address = self.cache_address, self.address
+        return before != self.address
 
     def ask_anew(self) -> None:
         """Has it asked what it serves as soon as ASK_ANEW_S have passed since it was last asked."""
@@ -581,15 +591,14 @@ class Upstreams:
             if upstream.state is UpstreamState.SERVING and upstream.lacks_room(error):
                 return None  # this says nothing of the engine
             if upstream.outcome_of(error.outcome) is ExchangeOutcome.UNREACHABLE:
-                upstream.ended = True
+                upstream.note_ended()
             problem = upstream.fault_of(str(error))
         upstream.unreached = not status
         if upstream.unreached:
             return problem
         if status in (200, 204, 404):  # 404: an engine without that path answers at least
-            if upstream.ended and upstream.facts is not None:
+            if upstream.note_answered() and upstream.facts is not None:
                 self._choices.note_emptied(record_of(upstream, upstream.facts))
-            upstream.ended = False
             return None
         return f"{path} answers {status}"
 

@@ -7,12 +7,15 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+import trio
 
 from examples.engine import server
 from examples.engine.options import EngineOptions, Fault
 from kvd.gateway.dns_names import Wanted
+from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.gateways import Answered, Client, Running, engines
 from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.resolving import Names
 from tests.support.zmtp_fakes import until
 
 TEXT = "a sentence of more than one block " * 8
@@ -23,20 +26,27 @@ async def fleet(
     options: EngineOptions,
 ) -> AsyncIterator[tuple[Client, InnerGateway, Running]]:
     """Yields a client of a gateway in front of one engine."""
-    async with engines(options) as (engine,), inner_gateway(Wanted(engine.url)) as inner:
+    async with engines(options) as (engine,), gateway(engine.url) as (client, inner):
+        yield client, inner, engine
+
+
+@asynccontextmanager
+async def gateway(url: str) -> AsyncIterator[tuple[Client, InnerGateway]]:
+    """Yields a client of a gateway in front of the engine at a URL."""
+    async with inner_gateway(Wanted(url)) as inner:
         host, port = inner.running.address
         async with httpx.AsyncClient(
             base_url=f"http://{host}:{port}", trust_env=False, verify=False, timeout=60
         ) as http:
-            await inner.until_serving(engine.url)
-            yield Client(http), inner, engine
+            await inner.until_serving(url)
+            yield Client(http), inner
 
 
 async def come_back(client: Client, inner: InnerGateway, engine: Running) -> None:
     """Restarts an engine, and waits until it has been asked again what it is."""
     engine.end()
     assert (await client.chat("is it gone?")).status in (502, 503)
-    await until(lambda: all(one.ended for one in inner.upstreams))
+    await until(lambda: all(one.cache_address is None for one in inner.upstreams))
     await engine.start()
     await inner.until_serving(engine.url)
 
@@ -68,6 +78,29 @@ async def test_an_engine_that_was_restarted_caches_nothing() -> None:
             cached = answered.json["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert matched[-1] == cached
         assert [count > 0 for count in matched] == [False, True, False, True]
+
+
+async def test_another_address_is_that_of_another_cache() -> None:
+    names = Names()
+    trio.socket.set_custom_hostname_resolver(names)
+    names.known["engine.test"] = ["127.0.0.1"]
+    options = EngineOptions(events=False)
+    async with engines(options, options, side_by_side=True) as (one, other):
+        named = one.url.replace(one.host, "engine.test")
+        async with gateway(named) as (client, inner):
+            (upstream,) = inner.upstreams
+            matched = []
+            # Nothing listens at the third address.
+            for addresses in ([one.host], [one.host], ["127.0.0.3", one.host], [other.host]):
+                if addresses != names.known["engine.test"]:
+                    names.known["engine.test"] = addresses
+                    upstream.unreached = addresses[0] == "127.0.0.3"
+                    upstream.note_gone("it has not answered in time", ExchangeOutcome.NO_ANSWER)
+                    await until(lambda at=addresses[-1]: upstream.address == at)
+                    await inner.until_serving(named)
+                answered = await client.chat(TEXT)
+                matched.append(int(answered.headers["x-kvd-matched-tokens"]) > 0)
+            assert matched == [False, True, True, False]
 
 
 async def test_another_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
