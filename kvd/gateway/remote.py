@@ -220,7 +220,11 @@ class RemoteChoices:
                     kvd.unreached = False
                 except (Failed, Unreachable, trio.TooSlowError) as error:
                     kvd.unreached = True
-                    kvd.note_failed(str(error) or "it has not answered GET /workers in time")
+                    why = str(error)
+                    if not why and trio.current_time() >= kvd.updating.deadline:
+                        why = "it has not answered GET /workers in time"
+                    if why:  # else it has been found gone meanwhile, and that is why
+                        kvd.note_failed(why)
             return kvd.changed_at > since
 
     async def _update(self, kvd: Kvd) -> None:

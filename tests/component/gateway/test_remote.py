@@ -376,6 +376,8 @@ async def test_a_kvd_that_hangs_holds_up_no_engine(
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(gateway.choices.register, record(3))
                     assert (await gateway.choices.choose(gateway.question())).by_load
+            (shown,) = gateway.choices.shown()
+            assert shown["problem"] == "it has not answered in time"  # not that of the update
 
 
 async def test_bookings_end_with_the_gateway(tmp_path: Path) -> None:
