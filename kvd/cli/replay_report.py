@@ -30,8 +30,6 @@ MakeCase = Callable[[Traffic, SimulatedFleet, Any, int, argparse.Namespace], Rep
 
 def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
     """Replays as the options say and returns the lines to print; raises ReplayError, OSError."""
-    for path in filter(None, (given.plot, given.json)):
-        path.open("ab").close()  # before a replay, which may take minutes
     traffic = Traffic(
         given.trace,
         given.requests,
@@ -44,6 +42,8 @@ def report(given: argparse.Namespace, case: MakeCase) -> list[str]:
         given.unique_prompts,
     )
     recording = traffic.recording()
+    for path in filter(None, (given.plot, given.json)):
+        path.open("ab").close()  # before a replay, which may take minutes
     fleet = fleet_of(given, recording)
     chosen: Sequence[Chooser] = given.policy or DEFAULT
     seeds = range(given.seed, given.seed + given.rounds)

@@ -391,8 +391,10 @@ def test_the_command_prints_the_same_tables_again(
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(tmp_path / "none")]) == 1
+    figures = tmp_path / "figures"
+    assert main(["replay", str(tmp_path / "none"), f"--json={figures}"]) == 1
     assert "No such file" in capsys.readouterr().err
+    assert not figures.exists()
     path = conversations(tmp_path)
     for option in ("--plot", "--json"):  # before the replay, whose capacity is too small
         nowhere = tmp_path / "none" / "file"
