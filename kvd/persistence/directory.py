@@ -45,7 +45,7 @@ class StateDirectory:
         self._replaced: dict[Content, os.stat_result] = {}  # files that were put in place
 
     def close(self) -> None:
-        os.close(self._lock)
+        give_up(self._lock)
 
     def file(self, content: Content) -> Path:
         """Returns the path of a file that is replaced whole."""
@@ -79,7 +79,7 @@ class StateDirectory:
             put(file, opening(header))
         except BaseException:
             self.drop_journal(header.number)
-            os.close(file)
+            give_up(file)
             raise
         return file, len(opening(header))
 
@@ -111,9 +111,8 @@ class StateDirectory:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
                     return
-            lock = _taken(self.path)
-            os.close(self._lock)
-            self._lock = lock
+            former, self._lock = self._lock, _taken(self.path)
+            give_up(former)
 
     def replace(self, header: Header, frames: Iterable[bytes]) -> int:
         """Writes a file whole, puts it in place of the last one, and returns its size.
@@ -167,8 +166,7 @@ class NewFile:
 
     def drop(self) -> None:
         """Gives the new file up."""
-        with suppress(OSError):  # a disk in the network may report a fault this late
-            os.close(self._file)
+        give_up(self._file)
         with suppress(OSError):  # the next start removes what stays
             self._new.unlink()
 
@@ -188,6 +186,12 @@ def put(file: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
+
+
+def give_up(file: int) -> None:
+    """Closes a file whose content nobody needs any more, or is on the disk."""
+    with suppress(OSError):  # a disk in the network may report a fault this late
+        os.close(file)
 
 
 def sync_directory(path: Path) -> None:

@@ -30,7 +30,7 @@ import trio
 
 from kvd.persistence.bookings import HOLE, SHARED, WHOLE
 from kvd.persistence.clocks import ClockReading
-from kvd.persistence.directory import StateDirectory, put, sync_directory
+from kvd.persistence.directory import StateDirectory, give_up, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
 from kvd.selection.service import Selections
 from kvd.slots.live_requests import LedgerOwner
@@ -300,6 +300,5 @@ class JournalWriter:
 
     def _close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # a disk in the network may report a fault this late
-                os.close(self._file)
+            give_up(self._file)
             self._file = None

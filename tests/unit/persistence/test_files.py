@@ -152,6 +152,27 @@ def test_a_directory_that_was_put_elsewhere_is_taken_again(tmp_path: Path) -> No
     second.close()
 
 
+def test_a_fault_at_the_close_of_a_removed_lock_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk in the network may report only then that it has not taken some bytes."""
+    path = tmp_path / "state"
+    directory = StateDirectory(path)
+    lock, close = directory._lock, os.close
+
+    def close_with_fault(descriptor: int) -> None:
+        close(descriptor)
+        if descriptor == lock:
+            monkeypatch.undo()
+            raise OSError(122, "Disk quota exceeded")
+
+    shutil.rmtree(path)
+    monkeypatch.setattr(os, "close", close_with_fault)
+    directory.replace(HEADER, FRAMES)
+    directory.replace(HEADER, FRAMES)
+    directory.close()
+
+
 def test_threads_that_write_take_a_directory_again_together(tmp_path: Path) -> None:
     path = tmp_path / "state"
     directory = StateDirectory(path)
