@@ -34,6 +34,11 @@ inline void* map_pages(size_t bytes) {
 
 inline void unmap_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
 
+// Gives back the end of a mapping; returns the bytes that are left, all without memory for that.
+inline size_t shrink_pages(void* memory, size_t bytes, size_t needed) {
+  return mremap(memory, bytes, needed, 0) == MAP_FAILED ? bytes : needed;
+}
+
 // Uninitialised memory from the heap, or null without any left; free it with std::free.
 inline void* try_heap(size_t bytes) { return heap_is_full() ? nullptr : std::malloc(bytes); }
 

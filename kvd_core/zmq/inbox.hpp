@@ -12,7 +12,7 @@
 // message takes its bytes and 16 more, in blocks with mappings of their own, which are unmapped as
 // they empty. A large message brings its own mapping, which becomes a block (`adopt`):
 //
-//   | InboxBlock | E | unused ... | bytes of the message | unused |
+//   | InboxBlock | E | unused ... | bytes of the message |
 //
 // Invariants
 //   1. Waiting messages are within the bounds of their inbox and of the space, in number and bytes.
@@ -160,8 +160,11 @@ class Inbox {
   bool adopt(uint64_t seq, const uint8_t* publisher, size_t size, void* mapping, size_t mapped,
              size_t offset) {
     const size_t skip = offset - sizeof(InboxBlock) - sizeof(Entry);
-    if (!make_room(bytes_of(skip + size))) return false;
-    append_block(InboxSpace::block_of(mapping, mapped));
+    const size_t needed = bytes_of(skip + size);
+    if (!make_room(needed)) return false;
+    // Later messages do not go behind it: they would keep its memory, of which no bound knows.
+    const size_t left = shrink_pages(mapping, mapped, sizeof(InboxBlock) + needed);
+    append_block(InboxSpace::block_of(mapping, left));
     append(seq, publisher, skip, size);
     return true;
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -330,6 +331,24 @@ def test_a_large_message_is_in_memory_only_once_until_it_is_taken() -> None:
             pump(end, whole)
         end.hear(b"")
         assert end.heard == [b"1:" + b"x" * size]
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def test_small_messages_do_not_keep_the_memory_of_a_large_one_before_them() -> None:
+    size = 12 * LARGE  # the heap would not keep it, either
+    with ended(limit=size) as end:
+        pump(end, NEWER + ready())
+        before = mapped_bytes()
+        pump(end, event(1, bytes(size)) + event(2, b"b") + event(3, b"c"))
+        end.inbox.drain(lambda seq, payload: None, 1, FOREVER_NS, b"", None)
+        pump(end, event(4, b"d"))
+        assert end.inbox.messages == 3
+        assert mapped_bytes() - before < LARGE
+        end.hear(b"")
+        assert end.heard == [b"2:b", b"3:c", b"4:d"]
 
 
 # ---- a full heap
