@@ -58,8 +58,9 @@ class OtherNames {
   void reset(uint32_t most) {
     drop();
     if (most == 0) return;
-    capacity_ = size_t{most} * 2;
-    slots_ = static_cast<uint32_t*>(map_pages(capacity_ * sizeof(uint32_t)));
+    const size_t capacity = size_t{most} * 2;
+    slots_ = static_cast<uint32_t*>(map_pages(capacity * sizeof(uint32_t)));
+    capacity_ = capacity;
   }
 
   // The value must not be 0.
@@ -395,9 +396,9 @@ class Dump {
     const Names& all = index_.rank(rank_).names;
     auto& names = other_names_[rank_];
     if (all.capacity() != slots_) {
+      names.reset(all.capacity());
       slots_ = all.capacity();
       slot_ = 0;
-      names.reset(slots_);
     }
     const bool again = collected_ == key(unnamed_);
     while (slot_ < slots_ && (steps.left() || again)) {

@@ -25,6 +25,7 @@ from tests.support.dumps import (
     text_of,
 )
 from tests.support.index_pairs import Pair
+from tests.support.little_memory import little_memory
 
 BOTH = pytest.mark.parametrize("binary", [False, True], ids=["text", "binary"])
 QUERY = BodyScanner({"token_ids": "u32"}, ())
@@ -160,6 +161,21 @@ def test_a_rank_may_be_cleared_while_its_names_are_searched(binary: bool) -> Non
     for _ in pieces(dump):
         pass
     assert dump.blocks == LONG
+
+
+def test_a_dump_goes_on_once_there_is_memory_again() -> None:
+    count = 8 * LONG  # the table for a rank's names is larger than a free piece of the heap
+    index, (one, two) = make(1, 2)
+    one.store(0, list(range(count)), list(range(count)))
+    two.store(0, list(range(count, 2 * count)), list(range(count)))
+    dump = index.dump(binary=True)
+    with little_memory(0), pytest.raises(MemoryError):
+        while not dump.done:
+            dump.read(1)
+    assert dump.blocks == count
+    for _ in pieces(dump):
+        pass
+    assert dump.blocks == 2 * count
 
 
 def index_of(*events: dict[str, Any]) -> PrefixIndex:
