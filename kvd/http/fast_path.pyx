@@ -88,8 +88,9 @@ cdef extern from "<string.h>" nogil:
     int memcmp(const void* a, const void* b, size_t n)
     void* memchr(const void* text, int c, size_t n)
 
-cdef extern from "<stdio.h>" nogil:
-    int snprintf(char* text, size_t size, const char* format, ...)
+cdef extern from "json/text.hpp" namespace "kvd" nogil:
+    char* put_text "kvd::put"(char* to, const char* text)
+    char* put_number "kvd::put"(char* to, uint64_t value)
 
 
 # What a connection's task is woken with: the bytes `received` and not consumed, the `unsent` bytes
@@ -551,7 +552,7 @@ cdef class FastPath:
             )
         memcpy(out, PyBytes_AS_STRING(head), lines)
         out += lines
-        out += snprintf(out, kLengthLine, "content-length: %zu\r\n\r\n", size)
+        out = put_text(put_number(put_text(out, b"content-length: "), size), b"\r\n\r\n")
         memcpy(out, PyBytes_AS_STRING(body), size)
         return self._send(fd, self._buffer, out + size - self._buffer, True, undoing)
 
