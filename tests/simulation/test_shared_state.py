@@ -26,7 +26,7 @@ from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.shared_state import mirror
 from kvd.shared_state.catalog import Catalog
-from kvd.shared_state.entries import Position, ViewHead
+from kvd.shared_state.entries import Piece, Position, ViewHead
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import Faces, Merge, Mirror
 from kvd.shared_state.outbox import NUMBERED_AT_ONCE, Outbox
@@ -322,6 +322,17 @@ def count(replica: Replica, prefix: str, names: int) -> int:
     return len(replica.live([f"{prefix}{number}" for number in range(names)]))
 
 
+def merge_view(here: Replica, there: Replica, pieces: list[Piece], age_s: float) -> None:
+    """Merges a view that a replica has written of all that it has."""
+    numbers = {there.mirror.writer: there.mirror.own}
+    position, own = there.mirror.position, there.mirror.own
+    head = ViewHead(1, 1, 1, numbers, position, own, partial=False, served=[])
+    merge = Merge(here.mirror, there.mirror.writer, head)
+    for piece in pieces:
+        assert list(merge.take(piece, age_s)) == []
+    assert list(merge.finish()) == []
+
+
 def test_who_is_registered_is_known_before_what_is_booked(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests are booked than may wait for the registration of their rank."""
     monkeypatch.setattr(mirror, "MAX_WAITING", 3)
@@ -522,14 +533,7 @@ def test_what_ended_here_stays_so_though_a_view_has_it() -> None:
         here.journal.resume()
         here.slots.end(here.tracker, "r0")
         await here.outbox.drain()
-        numbers = {"there": there.mirror.own}
-        head = ViewHead(
-            1, 1, 1, numbers, there.mirror.position, there.mirror.own, partial=False, served=[]
-        )
-        merge = Merge(here.mirror, "there", head)
-        for piece in pieces:
-            assert list(merge.take(piece, 0.0)) == []
-        assert list(merge.finish()) == []
+        merge_view(here, there, pieces, 0.0)
         assert count(there, "r", 1) == 1
         assert count(here, "r", 1) == 0
 
@@ -550,14 +554,7 @@ def test_what_was_restored_and_ended_here_stays_so_though_a_view_has_it() -> Non
             pass
         back.slots.end(back.tracker, "old0")
         await back.outbox.drain()
-        numbers = {"there": there.mirror.own}
-        head = ViewHead(
-            1, 1, 1, numbers, there.mirror.position, there.mirror.own, partial=False, served=[]
-        )
-        merge = Merge(back.mirror, "there", head)
-        for piece in pieces:
-            assert list(merge.take(piece, 1.0)) == []
-        assert list(merge.finish()) == []
+        merge_view(back, there, pieces, 1.0)
         assert list(back.live(["old0", "r0"])) == ["r0"]
 
     run(scenario)
