@@ -233,7 +233,8 @@ cdef class OverlapScoresHandler(PromptHandler):
         self.body.read(body, size)
         self.body.read_prompt(self.selections)
         partition_key = self.partition_key()
-        self.settings_in(partition_key)  # only checked: they change no overlap
+        if not self.body.is_unset(kOverride):
+            self.settings_in(partition_key)  # only checked: they change no overlap
         cdef Pool pool = self.matched_pool(partition_key)
         return (
             b'{"block_size":%d,"num_blocks":%d,"workers":%b,"shared_cache":{"enabled":false,'
