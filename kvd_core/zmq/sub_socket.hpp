@@ -153,6 +153,7 @@ class SubSocket final : public MessageSource {
     const uint8_t* from = view_ + speech_.unused_from();
     uint8_t* kept = nullptr;
     if (unused && fault() == nullptr) {
+      // Behind a message that was taken is one read at most: less than kApart, so on the heap.
       kept = view_ == held_ && speech_.unused_from() == 0 ? held_
                                                           : static_cast<uint8_t*>(malloc(unused));
       if (!kept) speech_.lost();
