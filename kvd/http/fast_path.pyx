@@ -635,36 +635,38 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     """Serves pollables for as long as they alone have something to do.
 
     `others` is a descriptor that is readable whenever a pollable or anything else is: trio's set.
-    This ends when `others` is readable but no pollable is, or `others` still is after a row of
+    This ends when `others` is readable but no pollable is, or `others` is after `budget_ns` of
     turns; when a task is in `runnable`; after `linger_s` without a request; and after `seconds` in
     all. Between two requests it sleeps, or waits awake by `awake`. Returns whether there was
     anything to do, and whether `others` is readable.
     """
     cdef vector[pollfd] watched = _watching(pollables)
-    cdef pollfd last
+    cdef pollfd anything
     # Trio's work until now is a stretch; the sleep in here is no part of it.
-    cdef int64_t end = end_stretch() + <int64_t>(seconds * 1e9)
+    cdef int64_t now = end_stretch()
+    cdef int64_t end = now + <int64_t>(seconds * 1e9)
     cdef int64_t linger = <int64_t>(linger_s * 1e9)
-    cdef int64_t left = min(end - now_ns(), linger)
-    cdef int64_t row_end
+    cdef int64_t spent_ns = 0  # on turns since nothing else was found to be ready
+    cdef int64_t began
     cdef int timeout_ms, ready
-    cdef bint served = False
-    last.fd = others
-    last.events = POLLIN
-    watched.push_back(last)
-    while left > 0:
-        timeout_ms = <int>((left + 999999) // 1000000)
-        with nogil:
-            ready = awake.wait(watched.data(), watched.size(), timeout_ms)
+    cdef bint turned, served = False
+    anything.fd = others
+    anything.events = POLLIN
+    while now < end:
+        timeout_ms = <int>((min(end - now, linger) + 999999) // 1000000)
+        with nogil:  # to sleep on one set takes less than to sleep on all of them
+            ready = awake.wait(&anything, 1, timeout_ms)
         if ready <= 0:
             break
-        row_end = begin_stretch() + budget_ns
-        while _give_turns(watched, pollables):
-            served = True
-            poll(watched.data(), watched.size(), 0)
-            if now_ns() >= row_end or len(runnable):
-                break
-        left = min(end - end_stretch(), linger)
-        if watched.back().revents or len(runnable):
-            return served, watched.back().revents != 0
+        began = begin_stretch()
+        poll(watched.data(), watched.size(), 0)
+        turned = _give_turns(watched, pollables)
+        served |= turned
+        now = end_stretch()
+        spent_ns += now - began
+        if not turned or len(runnable) or spent_ns >= budget_ns:
+            poll(&anything, 1, 0)
+            if anything.revents or len(runnable):
+                return served, anything.revents != 0
+            spent_ns = 0
     return served, False

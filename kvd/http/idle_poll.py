@@ -2,15 +2,15 @@
 
                    ┌───────── serves its pollables ──────────┐
                    v                                         │
-    trio ──> about to sleep ──> sleeps on all epoll sets ────┤ a request, bytes to relay
+    trio ──> about to sleep ──> sleeps on trio's epoll set ──┤ a request, bytes to relay
       ^                                                      │
       └───────── anything else, a deadline, no request ──────┘
 
 A pass of trio costs a sleeping process some 30 µs of CPU beside the system calls, because the
 caches are cold; a request needs 15. So while requests come one by one and no task can run, the
-process sleeps here, on trio's epoll set and those of its pollables, and serves the latter. A
-pollable is anything with a set of its own: the fast paths of HTTP, the relay of a gateway, the
-links to engines. They take turns, so that a client that asks again at once keeps no event waiting.
+process sleeps here, on trio's epoll set, and serves its pollables. A pollable is anything with a
+set of its own, for which a task waits: the fast paths of HTTP, the relay of a gateway, the links to
+engines. They take turns, so that a client that asks again at once keeps no event waiting.
 Events go before requests, so that an answer reflects all events that came before its question.
 Answers of engines go before both: their clients have waited for a whole prefill, and events come
 with them.
