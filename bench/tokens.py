@@ -16,8 +16,11 @@ from typing import NoReturn
 
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.fast_path import FastPath
-from kvd.http.permits import PermitRules
+from kvd.http.limits import HttpLimits, HttpStats
+from kvd.http.permits import ClientTrust, PermitRules
+from kvd.http.transport import Shared
 from kvd.slots.trackers import SlotTrackers
+from kvd.telemetry.counts import RequestCounts
 
 ROUNDS, REQUESTS = 25, 4_000
 TOKEN = b"bench-0123456789abcdef"
@@ -31,10 +34,7 @@ ROUTES = {
 
 class Connection:
     checks_host = True
-
-
-def note(*_: object) -> None:
-    """Does nothing: requests are not counted here."""
+    trust = ClientTrust.KNOWN
 
 
 def unexpected(*asked: object) -> NoReturn:
@@ -46,7 +46,11 @@ def nanoseconds(held: int) -> float:
     rules = PermitRules()
     others = [(b"other-0123456789-%d" % number, 1) for number in range(held - 1)]
     rules.replace([*others, *([(TOKEN, 1)] if held else [])], [], [])
-    path = FastPath(ROUTES, [], unexpected, note, unexpected, unexpected, unexpected, rules)
+    shared = Shared(HttpLimits(), HttpStats(), tick=1.0)
+    path = FastPath(
+        *(ROUTES, [], unexpected, unexpected, unexpected, unexpected),
+        *(rules, shared, RequestCounts()),
+    )
     path.lines = path.created_lines = b"HTTP/1.1 200 OK\r\n"
     shown = b"authorization: Bearer %b\r\n" % TOKEN if held else b""
     common = b"host: 127.0.0.1:8091\r\nuser-agent: bench\r\naccept: */*\r\n"

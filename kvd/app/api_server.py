@@ -60,7 +60,7 @@ class ApiServer:
         self._front_families: list[Source] = []  # of the servers that run
         self._limits = config.http
         self._context = ServerContext(
-            Authorizer(config.policy), self.requests.observe, failures, AccessLog(name), for_pages
+            Authorizer(config.policy), self.requests.counts, failures, AccessLog(name), for_pages
         )
         self._credentials: TlsCredentials | None = None  # of TLS, if there is any
         self._servers: list[Front] = []

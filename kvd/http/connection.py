@@ -31,7 +31,7 @@ from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.routes import Route, Scope
 from kvd.http.table import Found, RouteTable
-from kvd.http.transport import ByteStream, ClientTrust, ConnectionPhase, Shared, Transport
+from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
 from kvd.http.untasked import IN_TASK, Untasked
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
@@ -60,6 +60,7 @@ class ListenerContext:
         table: RouteTable,
         app: AsgiApp,
         context: ServerContext,
+        shared: Shared,
     ) -> None:
         self.table = table
         self.app = app
@@ -70,13 +71,14 @@ class ListenerContext:
             table.plain(),
             table.plain_patterns(),
             Connection.serve_parked,
-            Connection.note_answered,
             Connection.log_answered,
             Connection.wake,
             Connection.relay,
             context.authorizer.rules,
+            shared,
+            context.counts,
         )
-        self.observe = context.observe
+        self.counts = context.counts
         self.access = context.access
 
     def serve(
@@ -124,8 +126,8 @@ class ListenerContext:
         `path` is its route's, None without a route. `status` 0: no answer was begun. The body of
         the answer has `size` bytes.
         """
-        if self.observe is not None and path is not None:
-            self.observe(path, method, status, seconds)
+        if path is not None:
+            self.counts.observe(path, method, status, seconds)
         if not self.access.enabled:
             return b""
         return rendered(self.access.note(method, path, status, seconds, size, headers))
@@ -233,16 +235,6 @@ class Connection(Transport):
         if self._listener.context.for_pages:
             welcome(self._listener.context.authorizer, head)
         return head
-
-    def note_answered(self, route: Route, status: int, seconds: float) -> None:
-        """Counts a request that the fast path has answered."""
-        shared = self.shared
-        shared.stats.requests += 1
-        self.since = shared.now
-        if self.trust is not ClientTrust.KNOWN:  # asked here, too: a call takes as long as the rest
-            self.note_granted(route.scope)
-        if self._listener.observe is not None:
-            self._listener.observe(route.path, route.method, status, seconds)
 
     def log_answered(
         self, route: Route, status: int, seconds: float, size: int, headers: Headers

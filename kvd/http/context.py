@@ -1,4 +1,4 @@
-"""What all connections of a face share: authorization, observers, failures, access log."""
+"""What all connections of a face share: authorization, counts, failures, access log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from kvd.http.access import UNKNOWN, AccessLog
 from kvd.http.auth import AccessPolicy, Authorizer
 from kvd.http.errors import PLAIN, Failures, Refusal
 from kvd.http.head import Head
-from kvd.http.routes import Observer, Route
+from kvd.http.routes import Route
+from kvd.telemetry.counts import RequestCounts
 
 
 def _open_to_all() -> Authorizer:
@@ -17,10 +18,10 @@ def _open_to_all() -> Authorizer:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """Authorization of clients, the observer of requests, and the texts of failures."""
+    """Authorization of clients, the counts of requests, and the texts of failures."""
 
     authorizer: Authorizer = field(default_factory=_open_to_all)
-    observe: Observer | None = None
+    counts: RequestCounts = field(default_factory=RequestCounts)
     failures: Failures = PLAIN
     access: AccessLog = field(default_factory=AccessLog)
     for_pages: bool = False  # pages of other origins may read answers (http/pages.py)
@@ -28,8 +29,8 @@ class ServerContext:
     def note_refused(self, head: Head, route: Route | None, refusal: Refusal) -> None:
         """Reports a request refused before its handler runs, and adds headers to the refusal."""
         method, status = head.method, refusal.status
-        if self.observe is not None and route is not None:
-            self.observe(route.path, method, status, 0.0)
+        if route is not None:
+            self.counts.observe(route.path, method, status, 0.0)
         if self.access.enabled:
             path = None if route is None else route.path
             refusal.path, refusal.asked = head.path, head.headers

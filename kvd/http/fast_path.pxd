@@ -6,6 +6,7 @@ from libcpp.vector cimport vector
 
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Claims, PermitRules, Text
+from kvd.telemetry.counts cimport RequestCounts
 
 cdef extern from "<sys/epoll.h>" nogil:
     ctypedef union epoll_data_t:
@@ -53,8 +54,9 @@ cdef class FastPath:
     cdef list _patterns  # (beginning, end, route) of routes with a placeholder
     cdef PlainHead _head  # of the request being served
     cdef const char* _body  # of the same
-    cdef object _serve, _note, _log, _wake, _relay
+    cdef object _serve, _log, _wake, _relay, _shared
     cdef PermitRules _permits
+    cdef RequestCounts _counts
     cdef bint _dry  # the last receive found nothing
     cdef bint _emptied  # the last receive has left nothing
     # Start of the head of a 200 and of a 201 answer, up to its length; None: `serve` answers.

@@ -5,6 +5,7 @@ from kvd.http.busy_wait import BusyWait
 from kvd.http.idle_poll import Pollable
 from kvd.http.permits import PermitRules
 from kvd.http.untasked import Untasked
+from kvd.telemetry.counts import RequestCounts
 
 class PlainRequest(NamedTuple):
     route: Any
@@ -42,11 +43,12 @@ class FastPath:
             [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes, Exception | None],
             tuple[bytes, bool, Callable[[], None] | None],
         ],
-        note: Callable[[Any, Any, int, float], None],
         log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
         wake: Callable[[Any, Handoff | Exception], None],
         relay: Callable[[Any, PlainRequest], Handoff | Exception | None],
         permits: PermitRules,
+        shared: Any,
+        counts: RequestCounts,
     ) -> None: ...
     def fileno(self) -> int: ...
     def add(self, fd: int) -> None: ...

@@ -45,7 +45,10 @@ import os
 from kvd.http.busy_wait cimport BusyWait, pollfd
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Verdict
+from kvd.telemetry.counts cimport RequestCounts
 from kvd.telemetry.stretches cimport begin_stretch, end_stretch, enter, kFastPath, leave, now_ns
+
+from kvd.http.permits import ClientTrust
 
 cdef extern from "<sys/epoll.h>" nogil:
     enum:
@@ -105,6 +108,7 @@ PlainRequest = namedtuple("PlainRequest", ("route", "path", "query", "headers", 
 
 _LEFT = object()  # the request is left to the connection's task
 _TAKEN = object()  # a relay has the connection: it is not parked, and its task sleeps on
+_KNOWN = ClientTrust.KNOWN
 
 cdef enum:
     kNothing
@@ -192,8 +196,9 @@ cdef class _Arriving:
 cdef class FastPath:
     """The parked connections of one listener."""
 
-    def __cinit__(self, dict routes not None, list patterns not None, serve not None, note not None,
-                  log not None, wake not None, relay not None, PermitRules permits not None):
+    def __cinit__(self, dict routes not None, list patterns not None, serve not None, log not None,
+                  wake not None, relay not None, PermitRules permits not None, shared not None,
+                  RequestCounts counts not None):
         """Takes hot routes by the beginning of their requests (`POST /query`).
 
         A route has `body_limit` (bytes), `handler`, `scope`, `waits` and `relays`; a connection has
@@ -207,21 +212,22 @@ cdef class FastPath:
                    `error` that a HotHandler has raised (else None). Returns the response, whether
                    the connection persists, and None or a function that undoes what was done, to be
                    called if the client has left or cannot be sent the response
-        note(connection, route, status, seconds)
-                   is called with each answer of a HotHandler
         log(connection, route, status, seconds, size, headers)
-                   is called with them, too, while `logged` is set; returns further lines for the
-                   head of the answer
+                   is called with each answer of a HotHandler while `logged` is set; returns further
+                   lines for the head of the answer
         wake(connection, outcome)
                    wakes the task of a connection that is parked no more
         relay(connection, PlainRequest)
                    begins to serve a request whose answer is relayed. Returns what to wake the task
                    with, or None: then the end of the relay parks the connection again
+        shared     what connections share: `now`, and `stats` with their `requests`
+        counts     counts the answers of each HotHandler
         """
         self._routes = routes
         self._patterns = patterns
         self._serve = serve
-        self._note = note
+        self._shared = shared
+        self._counts = counts
         self._log = log
         self._wake = wake
         self._relay = relay
@@ -510,7 +516,12 @@ cdef class FastPath:
 
     cdef bytes _reported(self, connection, route, int status, double seconds, bytes response):
         """Counts and logs an answer that is about to be sent; returns the lines of its head."""
-        self._note(connection, route, status, seconds)
+        stats = self._shared.stats
+        stats.requests += 1
+        connection.since = self._shared.now
+        if connection.trust is not _KNOWN:  # asked here, too: a call takes as long as the rest
+            connection.note_granted(route.scope)
+        self._counts.observe(route.path, route.method, status, seconds)
         lines = self.created_lines if status == kCreated else self.lines
         if self.logged:
             size = PyBytes_GET_SIZE(response)

@@ -61,9 +61,9 @@ class Front(Server):
     ) -> None:
         """Takes the face's routes, and an application that serves at least the cold ones."""
         super().__init__(limits)
-        self._listener = ListenerContext(RouteTable(routes), app, context)
         self._busy_body = context.failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_s())
+        self._listener = ListenerContext(RouteTable(routes), app, context, self._shared)
 
     def set_limits(self, limits: HttpLimits) -> None:
         super().set_limits(limits)

@@ -66,9 +66,9 @@ def _observed(
 ) -> Iterator[Send]:
     """Reports a request when its answer begins, and logs it when the answer has ended.
 
-    The observer gets only requests to a path that some route has.
+    Only requests to a path that some route has are counted.
     """
-    observe, access = context.observe, context.access
+    counts, access = context.counts, context.access
     logs, headers = access.enabled, list(scope["headers"])
     started = perf_counter()
     status, size = 0, 0
@@ -76,8 +76,8 @@ def _observed(
     def answered(with_status: int) -> None:
         nonlocal status
         status = with_status
-        if observe is not None and path is not None:
-            observe(path, scope["method"], status, perf_counter() - started)
+        if path is not None:
+            counts.observe(path, scope["method"], status, perf_counter() - started)
 
     async def observed_send(message: ASGISendEvent) -> None:
         nonlocal size

@@ -1,5 +1,12 @@
+from enum import IntEnum
+
 MAX_TOKEN_BYTES: int
 VERDICTS: tuple[str, ...]
+
+class ClientTrust(IntEnum):
+    NEW = 0
+    UNKNOWN = 1
+    KNOWN = 2
 
 class PermitRules:
     def replace(

@@ -2,10 +2,20 @@
 """The rules of authorization, for fast paths and tasks alike; see http/permits.hpp."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
+from enum import IntEnum
+
 MAX_TOKEN_BYTES = 128  # longest token that a request may carry
 
 # `judge` returns an index of this tuple.
 VERDICTS = ("granted", "missing", "malformed", "unknown", "scope", "host", "origin")
+
+
+class ClientTrust(IntEnum):
+    """The degree to which a client is known."""
+
+    NEW = 0  # it has asked nothing yet
+    UNKNOWN = 1  # it has asked only for routes that are open to everybody
+    KNOWN = 2  # it has been granted more
 
 
 cdef Text as_text(bytes data):

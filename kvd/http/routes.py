@@ -90,10 +90,6 @@ class Route:
             object.__setattr__(self, "body_limit", 0)
 
 
-# Called for every request to a path that some route has, whatever its outcome, just before it is
-# answered. Takes path, method, status, and the seconds since the whole request had come.
-Observer = Callable[[str, str, int, float], None]
-
 # Returns the error text for a raw path that no route has.
 WrongPath = Callable[[bytes], str]
 

@@ -19,13 +19,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from math import inf
 
 import trio
 
 from kvd.http.fast_path import has_left
 from kvd.http.limits import HttpLimits, HttpStats
+from kvd.http.permits import ClientTrust
 
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 # Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
@@ -33,14 +34,6 @@ RECEIVE_BYTES = 64 * 1024
 # Pause between two checks whether a client has left that has sent more while its request waits: its
 # slot in the queue is freed that much later, and a check is one system call.
 END_PAUSE_S = 0.1
-
-
-class ClientTrust(IntEnum):
-    """The degree to which a client is known."""
-
-    NEW = 0  # it has asked nothing yet
-    UNKNOWN = 1  # it has asked only for routes that are open to everybody
-    KNOWN = 2  # it has been granted more
 
 
 class ConnectionPhase(Enum):

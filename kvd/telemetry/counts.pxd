@@ -20,3 +20,5 @@ cdef class RequestCounts:
     cdef readonly dict endpoints  # EndpointCounts by path
     cdef tuple _bounds
     cdef str _unobserved
+
+    cpdef observe(self, str path, str method, int status, double seconds)

@@ -37,14 +37,17 @@ cdef class EndpointCounts:
 cdef class RequestCounts:
     """Requests by path, method and outcome. A path appears with its first request."""
 
-    def __init__(self, tuple bounds not None, str unobserved not None):
+    def __init__(self, tuple bounds not None=(), str unobserved not None=""):
         """Takes the bounds of durations in seconds, and a path that is not counted."""
         self.endpoints = {}
         self._bounds = bounds
         self._unobserved = unobserved
 
-    def observe(self, str path not None, str method not None, int status, double seconds):
-        """Counts one request to a path that some route has."""
+    cpdef observe(self, str path, str method, int status, double seconds):
+        """Counts one request to a path that some route has, just before it is answered.
+
+        `seconds` have passed since the whole request had come.
+        """
         cdef EndpointCounts endpoint = self.endpoints.get(path)
         if endpoint is None:
             if path == self._unobserved:

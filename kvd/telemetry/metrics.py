@@ -1,6 +1,6 @@
 """Metrics in the Prometheus text format 0.0.4.
 
-    RequestMetrics   counts requests as they are answered (the HTTP servers' Observer)
+    RequestMetrics   the requests that HTTP servers have counted
     Family           one metric: name, type, help, its samples
     render           families -> pieces of text
 
@@ -94,20 +94,18 @@ class RequestMetrics:
     def __init__(self, prefix: str) -> None:
         """Names of the metrics begin with `prefix`."""
         self._prefix = prefix
-        counts = RequestCounts(BUCKETS, METRICS_PATH)
-        self.observe = counts.observe
-        self._endpoints = counts.endpoints
+        self.counts = RequestCounts(BUCKETS, METRICS_PATH)
 
     def total(self, without: Container[str] = ()) -> int:
         """Returns the number of requests, without those to some paths."""
         return sum(
             sum(endpoint.methods.values())
-            for path, endpoint in self._endpoints.items()
+            for path, endpoint in self.counts.endpoints.items()
             if path not in without
         )
 
     def families(self) -> Iterator[Family | None]:
-        ordered = sorted(self._endpoints.items())
+        ordered = sorted(self.counts.endpoints.items())
         errors = [
             ("", (("endpoint", path), ("status_class", kind)), count)
             for path, endpoint in ordered
@@ -138,7 +136,8 @@ class RequestMetrics:
 
     def durations(self, paths: Iterable[str]) -> tuple[list[int], float]:
         """Returns the numbers of requests to these paths, by BUCKETS, and their total seconds."""
-        endpoints = [self._endpoints[path] for path in paths if path in self._endpoints]
+        counted = self.counts.endpoints
+        endpoints = [counted[path] for path in paths if path in counted]
         none = [0] * (len(BUCKETS) + 1)
         columns = zip(none, *(each.seconds.buckets for each in endpoints), strict=True)
         return [sum(column) for column in columns], sum(each.seconds.sum for each in endpoints)

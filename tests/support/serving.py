@@ -27,6 +27,7 @@ from kvd.http.messages import Request, Response
 from kvd.http.options import TlsFiles
 from kvd.http.routes import Route, Scope
 from kvd.http.tls import TlsServer
+from kvd.telemetry.counts import RequestCounts
 from tests.support.narrow import narrow_stream
 
 # A test shortens only the deadline that it waits for: on a busy machine another short one could
@@ -231,6 +232,25 @@ class TLS:
     certificates: Path | None = None
 
 
+class Recorder(RequestCounts):
+    """Remembers requests instead of counting them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[str, str, int]] = []
+
+    def observe(self, path: str, method: str, status: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.requests.append((method, path, status))
+
+
+class Unwilling(list[tuple[str, str, int]]):
+    """A list that makes a Recorder fail, which its callers do not expect."""
+
+    def append(self, item: object) -> None:
+        raise RuntimeError("no room")
+
+
 @dataclass
 class Running:
     """A front that serves."""
@@ -239,9 +259,14 @@ class Running:
     address: tuple[str, int]
     stop: trio.Event = field(default_factory=trio.Event)
     ended: trio.Event = field(default_factory=trio.Event)
-    observed: list[tuple[str, str, int]] = field(default_factory=list)
+    recorder: Recorder = field(default_factory=Recorder)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     trust: ssl.SSLContext | None = None  # with TLS
+
+    @property
+    def observed(self) -> list[tuple[str, str, int]]:
+        """The requests that were counted: method, path of the route, status."""
+        return self.recorder.requests
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
@@ -287,13 +312,12 @@ async def serving(
     limits = replace(limits, **changes)  # type: ignore[arg-type]
     listeners = await open_listeners("127.0.0.1:0")
 
-    def observe(path: str, method: str, status: int, seconds: float) -> None:
-        assert seconds >= 0
-        running.observed.append((method, path, status))
-
-    context = ServerContext(Authorizer(policy), observe, access=access or AccessLog())
+    recorder = Recorder()
+    context = ServerContext(Authorizer(policy), recorder, access=access or AccessLog())
     app = ColdApp(routes, limits, context)
-    running = Running(Front(routes, app, limits, context), listeners[0].getsockname())
+    running = Running(
+        Front(routes, app, limits, context), listeners[0].getsockname(), recorder=recorder
+    )
     if TLS.certificates is not None:
         files = TlsFiles(TLS.certificates / "cert.pem", TLS.certificates / "key.pem")
         running.front = TlsServer(routes, app, load_credentials(files), limits, context)

@@ -41,7 +41,7 @@ PROMPT = [11, 12, 13, 14]
 
 def samples(service: Service, most_ranks: int = 0) -> dict[str, float]:
     requests = RequestMetrics("kvd_selection")
-    requests.observe("/select", "POST", 200, 0.001)
+    requests.counts.observe("/select", "POST", 200, 0.001)
     families = choice_families(service.selections, requests, most_ranks)
     return parse(b"".join(render(families)).decode())
 

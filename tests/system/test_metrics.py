@@ -52,9 +52,9 @@ def text_of(families: Iterator[Family | None]) -> str:
 def test_requests_are_counted_as_on_the_original() -> None:
     requests = RequestMetrics("dynamo_kvindexer")
     for status, seconds in ((200, 0.0001), (404, 0.0002), (503, 100.0)):
-        requests.observe("/query", "POST", status, seconds)
-    requests.observe("/workers", "GET", 200, 0.00015)
-    requests.observe("/metrics", "GET", 200, 1)
+        requests.counts.observe("/query", "POST", status, seconds)
+    requests.counts.observe("/workers", "GET", 200, 0.00015)
+    requests.counts.observe("/metrics", "GET", 200, 1)
     samples = parse(text_of(requests.families()))
     duration = "dynamo_kvindexer_request_duration_seconds"
     assert samples['dynamo_kvindexer_requests_total{endpoint="/query",method="POST"}'] == 3

@@ -81,9 +81,7 @@ class KvdProcess:
         self, routes: Sequence[Route], *, task_status: trio.TaskStatus[trio.CancelScope]
     ) -> None:
         context = ServerContext(
-            Authorizer(AccessPolicy(allowed_hosts=(NAME,))),
-            lambda *_: None,
-            access=AccessLog("selection"),
+            Authorizer(AccessPolicy(allowed_hosts=(NAME,))), access=AccessLog("selection")
         )
         app = build_app(tuple(routes), PATIENT, context, lambda path: "not found")
         self._ended = trio.Event()

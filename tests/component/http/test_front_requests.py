@@ -15,7 +15,7 @@ from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route
-from tests.support.serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, serving
+from tests.support.serving import BIG, ECHO_LIMIT, QUERY_LIMIT, Client, Unwilling, serving
 
 pytestmark = pytest.mark.usefixtures("layers")
 
@@ -322,20 +322,13 @@ def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
         Front((route, route), app, HttpLimits(), ServerContext())
 
 
-class Unwilling(list[tuple[str, str, int]]):
-    """A list that makes the observer fail, which its callers do not expect."""
-
-    def append(self, item: object) -> None:
-        raise RuntimeError("no room")
-
-
 async def test_a_bug_of_the_server_costs_one_connection(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as running, running.client() as client, running.client() as other:
         await other.request("GET", "/health")
-        running.observed = Unwilling()
+        running.recorder.requests = Unwilling()
         with pytest.raises(trio.EndOfChannel):
             await client.request("GET", "/health")
-        running.observed = []
+        running.recorder.requests = []
         assert running.front.stats.bugs == 1
         running.front.stats.bugs = 0
         assert (await other.request("GET", "/health")).status == 200

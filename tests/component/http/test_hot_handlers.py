@@ -20,7 +20,7 @@ from kvd.selection.options import RouterOptions
 from kvd.slots.trackers import SlotTrackers
 from kvd_core.selector.settings import Settings
 from tests.support.selecting import Service, worker
-from tests.support.serving import Client, Reply, eventually, serving
+from tests.support.serving import Client, Reply, Unwilling, eventually, serving
 
 FORMS = ["whole", "in pieces", "chunked", "with a query"]
 ADD = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 0, "sequence_hashes": [1]}
@@ -105,12 +105,8 @@ async def test_what_is_booked_is_undone_where_the_answer_cannot_be_told_of(
     form: str, layers: str
 ) -> None:
     slots = tracking()
-
-    def broken(*answer: object) -> None:
-        raise RuntimeError("a bug in what counts answers")
-
     async with serving(routes=slot_routes(slots)) as running:
-        running.front._listener.observe = broken
+        running.recorder.requests = Unwilling()
         async with running.client() as client:
             with suppress(trio.EndOfChannel, trio.BrokenResourceError):  # it ends without an answer
                 await post(client, form, "/add", json.dumps(ADD).encode())

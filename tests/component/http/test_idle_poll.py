@@ -33,6 +33,7 @@ from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
 from kvd.http.routes import Route
 from kvd.net.arrivals import arrivals
+from kvd.telemetry.counts import RequestCounts
 from kvd.telemetry.metrics import render
 from kvd.telemetry.stretches import stretch_counts, stretches_counted
 from tests.support.exposition import parse
@@ -346,7 +347,7 @@ async def test_requests_are_answered_by_who_stays_awake() -> None:
 
 
 def fast_path_with(wake: Any) -> FastPath:
-    return FastPath({}, [], print, print, print, wake, print, PermitRules())
+    return FastPath({}, [], print, print, wake, print, PermitRules(), object(), RequestCounts())
 
 
 async def test_answers_have_their_turn_before_events_and_these_before_requests() -> None:
