@@ -306,8 +306,12 @@ def answers() -> Iterator[str]:
 
 
 def members_of(kind: Any) -> str:
-    listed = []
+    base = kind.__base__
+    inherited = {each.name for each in fields(base)} if is_dataclass(base) else set()
+    listed = [f"all of `{base.__name__}`"] if inherited else []
     for each in fields(kind):
+        if each.name in inherited:
+            continue
         name = each.metadata.get("name", each.name)
         note = f" ({name} in JSON)" if name != each.name else ""
         note = " (all others)" if each.metadata == OTHERS else note
