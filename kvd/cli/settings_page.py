@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvd.config.parsers import Setting
+from kvd.config.parsers import ENV_PREFIX, Setting
 from kvd.config.settings import GROUPS
 
 TITLE = "## All settings"
-HEADER = "| setting | flag | variable | default | |\n|---|---|---|---|---|"
+HEADER = "| setting | default | |\n|---|---|---|"
 
 
 def render_page() -> Iterator[str]:
@@ -21,13 +21,12 @@ def render_page() -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
-    flags = setting.flags
-    if setting.is_switch:
-        flags = tuple(flag.replace("--", "--[no-]", 1) for flag in flags)
+    # Names that do not follow from the setting's.
+    others = setting.flags[1:] + tuple(
+        each for each in setting.variables if each != ENV_PREFIX + setting.name.upper()
+    )
     cells = (
-        f"`{setting.name}`",
-        ", ".join(f"`{flag}`" for flag in flags),
-        f"`{setting.variable}`",
+        ", ".join(f"`{name}`" for name in (setting.name, *others)),
         setting.when_unset if setting.default is None else f"`{_default(setting.default)}`",
         f"`{setting.metavar}`: {setting.help}",
     )

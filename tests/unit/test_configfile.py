@@ -342,7 +342,9 @@ def test_the_page_of_all_settings_is_up_to_date(capsys: pytest.CaptureFixture[st
     page = (REPOSITORY / "docs/configuration.md").read_text()
     assert page[page.index(f"{TITLE}\n") :] == written, "see its section on this page"
     for setting in SETTINGS:
-        assert f"| `{setting.name}` | " in written and f"`{setting.variable}`" in written
+        others = [*setting.flags[1:], *setting.variables]
+        named = [each for each in others if each != f"KVD_{setting.name.upper()}"]
+        assert f"| {', '.join(f'`{each}`' for each in (setting.name, *named))} | " in written
 
 
 def test_what_the_page_says_of_combining_holds(
