@@ -52,7 +52,7 @@ def gateway_families(
     for name, help, value in (
         ("prompt_tokens", "Number of prompt tokens in answered requests with known token ids",
          stats.prompt_tokens),
-        ("matched_tokens", "Number of these that were expected to be cached at the chosen engine",
+        ("matched_tokens", "Number of prompt tokens expected to be cached at the chosen engine",
          stats.matched_tokens),
         ("reported_matched_tokens",
          "Number of tokens expected to be cached in requests whose engine reported the real number",
@@ -62,24 +62,28 @@ def gateway_families(
          stats.reported_cached_tokens),
     ):  # fmt: skip
         yield counter(f"kvd_gateway_{name}_total", help, value)
-    known = tokens.conversations
-    yield gauge("kvd_gateway_conversations", "Number of remembered conversations", len(known))
-    help = "Total size of the remembered conversations in bytes"
-    yield gauge("kvd_gateway_conversations_bytes", help, known.size_bytes)
-    help = "Number of conversations forgotten to make room for others"
-    yield counter("kvd_gateway_conversations_forgotten_total", help, known.forgotten)
-    strands = chains.strands
-    help = "Number of remembered beginnings of conversations without token ids"
-    yield gauge("kvd_gateway_texts", help, len(strands))
-    help = "Number of beginnings of conversations forgotten to make room for others"
-    yield counter("kvd_gateway_texts_forgotten_total", help, strands.forgotten)
-    help = "Number of responses that clients can continue from"
-    yield gauge("kvd_gateway_responses", help, len(chains.responses))
-    help = "Number of responses forgotten to make room for others"
-    yield counter("kvd_gateway_responses_forgotten_total", help, stats.responses_forgotten)
-    help = "Number of turns not remembered because too many were waiting for their tokens"
-    yield counter("kvd_gateway_turns_not_remembered_total", help, stats.not_remembered)
-    yield gauge("kvd_gateway_running_requests", "Number of requests in progress", stats.running)
+    known, strands = tokens.conversations, chains.strands
+    for kind, name, help, value in (
+        (gauge, "conversations", "Number of remembered conversations", len(known)),
+        (gauge, "conversations_bytes", "Total size of the remembered conversations in bytes",
+         known.size_bytes),
+        (counter, "conversations_forgotten_total",
+         "Number of conversations forgotten to make room for others", known.forgotten),
+        (gauge, "texts", "Number of remembered beginnings of conversations without token ids",
+         len(strands)),
+        (counter, "texts_forgotten_total",
+         "Number of beginnings of conversations forgotten to make room for others",
+         strands.forgotten),
+        (gauge, "responses", "Number of responses that clients can continue from",
+         len(chains.responses)),
+        (counter, "responses_forgotten_total",
+         "Number of responses forgotten to make room for others", stats.responses_forgotten),
+        (counter, "turns_not_remembered_total",
+         "Number of turns not remembered because too many were waiting for their tokens",
+         stats.not_remembered),
+        (gauge, "running_requests", "Number of requests in progress", stats.running),
+    ):  # fmt: skip
+        yield kind(f"kvd_gateway_{name}", help, value)
     states = Counter({state.value: 0 for state in UpstreamState})
     states.update(upstream.state.value for upstream in upstreams)
     help = "Number of engines, by state"
