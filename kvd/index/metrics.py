@@ -94,7 +94,7 @@ INDEX_COUNTERS = (
     (
         "kvd_questions_matched_total",
         "matched",
-        "Number of these prompts that matched at least one block",
+        "Number of prompts looked up, but for the conductor's, that matched at least one block",
     ),
     (
         "kvd_parked_blocks_dropped_total",

@@ -192,12 +192,12 @@ def stretch_families() -> Iterator[Family]:
     ]
     help = "Time for which the event loop was busy without a pause in seconds, by main cause"
     yield Family("kvd_loop_stretch_seconds", "histogram", help, samples)
-    help = "Longest time in the last minute or two for which the loop was busy, by main cause"
+    help = "Longest busy time of the loop in the last minute or two in seconds, by main cause"
     longest = {each.cause: each.longest_s for each in counts}
     yield by_label("kvd_loop_longest_stretch_seconds", "gauge", help, "cause", longest)
-    help = "Time since the end of that longest time in seconds, by main cause"
+    help = "Time since the end of the longest recent busy time in seconds, by main cause"
     ages = {each.cause: each.longest_age_s for each in counts if each.longest_s}
     yield by_label("kvd_loop_longest_stretch_age_seconds", "gauge", help, "cause", ages)
-    help = "CPU time of the loop's thread in that longest time in seconds, by main cause"
+    help = "CPU time of the loop's thread in its longest recent busy time in seconds, by main cause"
     ran = {each.cause: each.longest_cpu_s for each in counts if each.longest_s}
     yield by_label("kvd_loop_longest_stretch_cpu_seconds", "gauge", help, "cause", ran)

@@ -10,6 +10,7 @@ _SAMPLE = re.compile(
     rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{((?:[a-zA-Z_][a-zA-Z0-9_]*={_VALUE},?)+)\}})?"
     r" ([0-9.e+-]+|\+Inf)"
 )
+_REFERS = re.compile(r" these | that longest ")
 _ESCAPED = re.compile(r"\\(.)")
 _UNESCAPED = {"n": "\n"}
 
@@ -18,7 +19,7 @@ def parse(text: str) -> dict[str, float]:
     """Returns samples by name and labels, as written.
 
     Samples must stand below the HELP and TYPE of their family, each family must be announced once,
-    and no sample may come twice.
+    no sample may come twice, and no HELP may refer to another one: tools show it alone.
     """
     assert text == "" or text.endswith("\n")
     samples: dict[str, float] = {}
@@ -28,6 +29,7 @@ def parse(text: str) -> dict[str, float]:
         if line.startswith("# "):
             kind, name = line[2:].split(" ")[:2]
             assert kind == ("TYPE" if name in announced else "HELP"), line
+            assert not _REFERS.search(line), line
             if kind == "HELP":
                 announced.add(name)
                 family = name
