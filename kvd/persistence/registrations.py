@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,10 @@ SLICE = 32  # registrations examined or made again between two checkpoints: abou
 # Marks a store that serves every instance by a client's word alone: no fleet file can say that.
 SHARED = "shared"
 
+# A kept registration: its table, its members and a mark.
+Row = tuple[str, dict[str, Any], str]
+KeptSettings = tuple[TuningKey, dict[str, Any]]
+
 log = get_logger(__name__)
 
 
@@ -79,6 +84,17 @@ class Again:
     registered: int = 0
     failed: int = 0
 
+    @contextmanager
+    def counted(self, table: str, kept: object) -> Iterator[None]:
+        """Counts a registration made in the block; logs and passes over one that cannot be."""
+        try:
+            yield
+            self.registered += 1
+        except (KvdError, ValueError, TypeError) as error:
+            self.failed += 1
+            label = f"{table} {kept if isinstance(kept, str) else json.dumps(kept)}"
+            log.warning("registration_not_restored", registration=label, reason=str(error))
+
 
 class Registrations:
     """The registrations of clients, without those of the settings and the fleet file."""
@@ -97,7 +113,7 @@ class Registrations:
     async def frames(self) -> list[bytes]:
         """Returns all registrations as frames; other tasks run meanwhile."""
         made: list[bytes] = []
-        rows: list[tuple[str, dict[str, Any], str]] = []
+        rows: list[Row] = []
         for table, _, _, members, mark in self.rows():
             rows.append((table, members, mark))
             if len(rows) == SLICE:
@@ -160,7 +176,7 @@ class Registrations:
             if replica.endpoint not in self._replicas:
                 yield "replica", Peer(replica.endpoint, replica.server_key), replica
 
-    def router_settings(self) -> Iterator[tuple[TuningKey, dict[str, Any]]]:
+    def router_settings(self) -> Iterator[KeptSettings]:
         """Yields the router settings that clients have made, by model and by tenant."""
         for tuning_key, changes in self._faces.selections.tuning.all_changes():
             settings = self.without_file(tuning_key, changes)
@@ -195,8 +211,26 @@ async def register_again(
 
     Raises Damaged, before anything is registered, if a frame does not belong in this file.
     """
-    rows: list[tuple[str, dict[str, Any], str]] = []
-    settings: list[tuple[TuningKey, dict[str, Any]]] = []
+    rows, settings, named = _kept(frames)
+    again = Again()
+    for number, (table, members, mark) in enumerate(rows, 1):
+        with again.counted(table, members):
+            await _register(table, members, mark, targets)
+        if number % SLICE == 0:
+            await trio.lowlevel.checkpoint()
+    for tuning_key, changes in settings:
+        with again.counted("policy", tuning_key):
+            registrations.replace_settings(tuning_key, {}, changes)
+    for url in named:
+        with again.counted("peer", url):
+            peers.add(url)
+    return again
+
+
+def _kept(frames: list[Frame]) -> tuple[list[Row], list[KeptSettings], list[str]]:
+    """Returns the rows, router settings and URLs of peers in frames; raises Damaged."""
+    rows: list[Row] = []
+    settings: list[KeptSettings] = []
     named: list[str] = []
     try:
         for each in frames:
@@ -211,34 +245,7 @@ async def register_again(
                 raise Damaged(f"it has a part of the unknown kind {each.kind}")
     except (TypeError, ValueError) as error:
         raise Damaged(f"its registrations are not understood: {error}") from None
-    again = Again()
-    for number, (table, members, mark) in enumerate(rows, 1):
-        try:
-            await _register(table, members, mark, targets)
-            again.registered += 1
-        except (KvdError, ValueError, TypeError) as error:
-            again.failed += 1
-            label = f"{table} {json.dumps(members)}"
-            log.warning("registration_not_restored", registration=label, reason=str(error))
-        if number % SLICE == 0:
-            await trio.lowlevel.checkpoint()
-    for tuning_key, changes in settings:
-        try:
-            registrations.replace_settings(tuning_key, {}, changes)
-            again.registered += 1
-        except (KvdError, ValueError, TypeError) as error:
-            again.failed += 1
-            label = f"policy {json.dumps(tuning_key)}"
-            log.warning("registration_not_restored", registration=label, reason=str(error))
-    for url in named:
-        try:
-            peers.add(url)
-            again.registered += 1
-        except KvdError as error:
-            again.failed += 1
-            label = f"peer {url}"
-            log.warning("registration_not_restored", registration=label, reason=str(error))
-    return again
+    return rows, settings, named
 
 
 async def _register(
