@@ -9,7 +9,7 @@ possible on the face through which the request came there (`kvd.replica_sync.rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from kvd.net.replication import Replication
 from kvd.net.zmq_link import NO_CURVE
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.replica_sync.replicas import Apply, Replicas, apply_once
+from kvd.selection.reservations import Reservations
 from kvd.selection.service import Selections
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.metrics import Family, counter
@@ -107,28 +108,12 @@ class ReplicaSync:
             return Replicas(None, self._stats, self._outgoing)
         if self._authenticator is not None:
             nursery.start_soon(self._authenticator.run)
-        eases = deduplicator is None  # a deduplicator wakes waiting selections itself
-        reservations = selections.reservations
-        faces: dict[Face, Apply] = {
-            Face.SLOT_TRACKER: partial(slots.apply, eases=eases),
-            Face.SELECTION: partial(reservations.apply, eases=eases),
-        }
-
-        def take(event: Lifecycle) -> Outcome:
-            return apply_once(event, trio.current_time(), faces)
-
-        def ease(key: PartitionKey) -> None:
-            slots.ease(key)
-            reservations.ease(key)
-
-        apply = take if deduplicator is None else partial(deduplicator.apply, apply=take, ease=ease)
-
         affinity = selections.affinity
         links = Replication(
             nursery,
             context,
             self._publisher,
-            apply,
+            _apply(slots, selections.reservations, deduplicator),
             self._stats,
             selections.writer_id,
             self._config.replica_link,
@@ -154,3 +139,23 @@ class ReplicaSync:
         if self._authenticator is not None:
             help = "Number of clients refused as subscribers of the request events for replicas"
             yield counter("kvd_replica_keys_refused_total", help, self._authenticator.refused)
+
+
+def _apply(
+    slots: SlotTrackers, reservations: Reservations, deduplicator: Deduplicator | None
+) -> Callable[[Lifecycle], Outcome]:
+    """Returns the function that applies an event of a replica to the face that it is for."""
+    eases = deduplicator is None  # a deduplicator wakes waiting selections itself
+    faces: dict[Face, Apply] = {
+        Face.SLOT_TRACKER: partial(slots.apply, eases=eases),
+        Face.SELECTION: partial(reservations.apply, eases=eases),
+    }
+
+    def take(event: Lifecycle) -> Outcome:
+        return apply_once(event, trio.current_time(), faces)
+
+    def ease(key: PartitionKey) -> None:
+        slots.ease(key)
+        reservations.ease(key)
+
+    return take if deduplicator is None else partial(deduplicator.apply, apply=take, ease=ease)
