@@ -262,8 +262,11 @@ def code(name: str, signature: inspect.Signature, answer: str = "") -> str:
             starred = True
             parts.append("*")
         prefix = "**" if each.kind is each.VAR_KEYWORD else ""
+        annotation = shown(str(each.annotation))
         default = "" if each.default is each.empty else f" = {each.default!r}"
-        parts.append(f"{prefix}{each.name}: {shown(str(each.annotation))}{default}")
+        if each.default is None:
+            annotation = annotation.removesuffix(" | None")
+        parts.append(f"{prefix}{each.name}: {annotation}{default}")
     call = f"{name}({', '.join(part.replace(' ', UNBROKEN) for part in parts)})"
     line = call + (f" -> {answer}" if answer else "")
     wrapped = textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False)
