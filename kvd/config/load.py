@@ -330,26 +330,12 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     """Returns the configuration of these values, one for every setting; raises `StartError`."""
     plain = {each.name: _unless_off(values.get(each.name)) for each in fields(Config)}
     faces = [plain[name] for name in FACE_BINDS]
-    if not any(faces):
-        raise StartError("every face is off")
-    if plain["upstreams"] is not None and plain["gateway_bind"] is None:
-        raise StartError("--upstreams needs --gateway-bind")
-    both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())
-    if both:
-        raise StartError(f"{min(both)} is both an upstream and a prefill engine")
-    if plain["gateway_kvd"] is not None and plain["gateway_bind"] is None:
-        raise StartError("--gateway-kvd needs --gateway-bind")
+    _check_faces(plain, faces)
     outgoing = EgressPolicy(values["outgoing_allow"])
     policy = _policy(values, environ)
     link = _link(values)
     workers = _workers(values, outgoing)
-    if plain["indexer_bind"] is None and plain["selection_bind"] is not None:
-        for one in workers:
-            if one.serves_at is None:  # no face would use it
-                raise StartError(
-                    "--workers: the selection service needs the URL of instance "
-                    f"{one.key.instance_id}: ID=ENDPOINT;http://HOST:PORT"
-                )
+    _check_used(workers, plain)
     made = {
         "tls": _tls(values, [bind for each in faces if each for bind in each.each]),
         "unix_rights": UnixRights(int(values["unix_socket_mode"], 8), values["unix_socket_group"]),
@@ -383,6 +369,31 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         "values": values,
     }
     return Config(**plain | made)
+
+
+def _check_faces(plain: Mapping[str, Any], faces: list[Any]) -> None:
+    """Raises `StartError` if there is no face, or a setting of one that is off."""
+    if not any(faces):
+        raise StartError("every face is off")
+    if plain["upstreams"] is not None and plain["gateway_bind"] is None:
+        raise StartError("--upstreams needs --gateway-bind")
+    both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())
+    if both:
+        raise StartError(f"{min(both)} is both an upstream and a prefill engine")
+    if plain["gateway_kvd"] is not None and plain["gateway_bind"] is None:
+        raise StartError("--gateway-kvd needs --gateway-bind")
+
+
+def _check_used(workers: Iterable[StaticWorker], plain: Mapping[str, Any]) -> None:
+    """Raises `StartError` for a worker that no face would use."""
+    if plain["indexer_bind"] is not None or plain["selection_bind"] is None:
+        return
+    for one in workers:
+        if one.serves_at is None:
+            raise StartError(
+                "--workers: the selection service needs the URL of instance "
+                f"{one.key.instance_id}: ID=ENDPOINT;http://HOST:PORT"
+            )
 
 
 def _options(of: Callable[..., Made], values: Mapping[str, Any], **others: Any) -> Made:
