@@ -203,4 +203,4 @@ def _positions(content: bytes) -> Iterator[tuple[RankKey, KeptPosition]]:
             rank = RankKey(PartitionKey(*key), instance_id, dp_rank)
             yield rank, (endpoint, StreamPosition(expected, digests, publisher, kept))
     except (TypeError, ValueError) as error:
-        raise Damaged(f"its places of streams are not understood: {error}") from None
+        raise Damaged(f"the positions of its streams are not understood: {error}") from None
