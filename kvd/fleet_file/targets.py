@@ -45,6 +45,8 @@ class _Target:
 
 
 class IndexerTarget(_Target):
+    """Ranks that the indexer subscribes to."""
+
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
@@ -64,6 +66,8 @@ class IndexerTarget(_Target):
 
 
 class SlotTrackerTarget(_Target):
+    """Workers of the slot tracker."""
+
     def __init__(self, slots: SlotTrackers) -> None:
         self._slots = slots
 
@@ -86,6 +90,8 @@ class SlotTrackerTarget(_Target):
 
 
 class SelectionTarget(_Target):
+    """Workers of the selection service; one that only differs is changed in place."""
+
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
@@ -151,6 +157,8 @@ class UpstreamTarget(_Target):
 
 
 class ConductorTarget(_Target):
+    """Publishers of the conductor."""
+
     def __init__(self, publishers: Publishers) -> None:
         self._publishers = publishers
 
@@ -182,6 +190,8 @@ class ConductorTarget(_Target):
 
 
 class ReplicaTarget(_Target):
+    """Replicas that this process listens to."""
+
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 

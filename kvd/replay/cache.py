@@ -27,6 +27,8 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
+    """Blocks that a cache has dropped."""
+
     blocks: Sequence[int]  # by id
 
 

@@ -18,6 +18,8 @@ class ReplayError(Exception):
 
 
 class RecordedRequest(NamedTuple):
+    """A request of a trace: when it came, its lengths and its blocks."""
+
     name: str
     arrival_s: float
     input_tokens: int
