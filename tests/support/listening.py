@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import trio
@@ -26,7 +27,10 @@ HASTY = LinkOptions(
     max_message_bytes=1024 * 1024,
 )
 
-HASTY_REPLAYS = ReplayOptions(idle_s=0.25, total_s=4.0, spare_s=0.0)
+# For a server that is not silent, as a busy machine may be for a while.
+PATIENT_REPLAYS = ReplayOptions(idle_s=NOT_MY_FAULT_S, total_s=NOT_MY_FAULT_S, spare_s=0.0)
+# For one that is silent in the end.
+HASTY_REPLAYS = dataclasses.replace(PATIENT_REPLAYS, idle_s=0.25)
 
 
 class Applied(NoStream):
@@ -61,7 +65,7 @@ class Listening:
     async def run(
         self, context: zmq.Context, options: LinkOptions, replayer: Replayer | None = None
     ) -> None:
-        replayer = replayer or Replayer(context, options, HASTY_REPLAYS)
+        replayer = replayer or Replayer(context, options, PATIENT_REPLAYS)
         with self.scope:
             await run_listener(self.listener, context, self.ready, options, replayer, Turns())
         self.ended.set()

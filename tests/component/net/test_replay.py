@@ -12,7 +12,7 @@ import zmq
 
 from kvd.net.replay import Replayer, ReplayOptions
 from tests.support.descriptors import descriptors_now, open_descriptors
-from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
+from tests.support.listening import HASTY, HASTY_REPLAYS, PATIENT_REPLAYS, Listening
 from tests.support.replay_servers import (
     Answer,
     ReplayServer,
@@ -74,7 +74,7 @@ def stream(publish: Publish, context: zmq.Context, nursery: trio.Nursery) -> Cal
     """Returns a function that makes streams whose listener has applied batch 0."""
     replayers: dict[ReplayOptions, Replayer] = {}
 
-    async def start(endpoint: str | None, replays: ReplayOptions = HASTY_REPLAYS) -> Stream:
+    async def start(endpoint: str | None, replays: ReplayOptions = PATIENT_REPLAYS) -> Stream:
         replayer = replayers.setdefault(replays, Replayer(context, HASTY, replays))
         worker = publish()
         listening = Listening(worker.endpoint, endpoint)
@@ -117,9 +117,8 @@ SERVERS: dict[str, tuple[Answer, list[int], str]] = {
 async def test_replay(stream: Callable, serve: Serve, name: str) -> None:
     answer, applied, end = SERVERS[name]
     server = serve(answer)
-    made = await stream(
-        server.endpoint, dataclasses.replace(HASTY_REPLAYS, max_messages=500, total_s=1.0)
-    )
+    patience = HASTY_REPLAYS if end == "silent" else PATIENT_REPLAYS
+    made = await stream(server.endpoint, dataclasses.replace(patience, max_messages=500))
     made.send(6)
     await made.applied(*applied)
     listener = made.listener
@@ -150,7 +149,8 @@ async def test_what_has_not_come_is_asked_for_again_as_long_as_something_does(
             reply([b"\xff" * 8, b""])
 
     server = serve(some)
-    made = await stream(server.endpoint)
+    patience = HASTY_REPLAYS if last_words == "nothing" else PATIENT_REPLAYS
+    made = await stream(server.endpoint, patience)
     made.send(6)
     await made.applied(*ALL)
     assert server.requests == list(range(1, 6, most))
@@ -179,7 +179,7 @@ async def test_all_answers_of_a_replay_have_one_limit(stream: Callable, serve: S
 
 async def test_a_dead_server_holds_nothing_up(stream: Callable) -> None:
     with reserved_endpoint() as endpoint:
-        made = await stream(endpoint)
+        made = await stream(endpoint, HASTY_REPLAYS)
         made.send(6)
         await made.applied(0, 6)
     assert made.listener.stats.replays == {"silent": 1}
@@ -203,16 +203,14 @@ async def test_without_a_server_gaps_are_counted(stream: Callable) -> None:
 
 
 async def test_no_answer_takes_longer_than_the_limit(stream: Callable, serve: Serve) -> None:
-    made = await stream(
-        serve(dripping).endpoint, dataclasses.replace(HASTY_REPLAYS, idle_s=5.0, total_s=0.1)
-    )
+    made = await stream(serve(dripping).endpoint, dataclasses.replace(PATIENT_REPLAYS, total_s=0.1))
     made.send(6)
     await made.applied(0, 6)
     assert made.listener.stats.replays == {"late": 1}
 
 
 async def test_no_answer_is_larger_than_the_limit(stream: Callable, serve: Serve) -> None:
-    sizes = dataclasses.replace(HASTY_REPLAYS, max_bytes=20)  # two batches of 9 bytes do not fit
+    sizes = dataclasses.replace(PATIENT_REPLAYS, max_bytes=20)  # two batches of 9 bytes do not fit
     made = await stream(serve(without_end).endpoint, sizes)
     made.send(6)
     await made.applied(0, 1, 2, 3, 6)
@@ -257,7 +255,7 @@ async def test_a_late_answer_is_never_that_to_a_later_question(
     stream: Callable, serve: Serve
 ) -> None:
     server = serve(silent)
-    made = await stream(server.endpoint)
+    made = await stream(server.endpoint, HASTY_REPLAYS)
     made.send(3)
     await made.applied(0, 3)
     server.answer = one_and_silence

@@ -10,8 +10,8 @@ import pytest
 import trio
 import zmq
 
-from kvd.net.replay import Replayer, ReplayOptions
-from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
+from kvd.net.replay import Replayer
+from tests.support.listening import HASTY, HASTY_REPLAYS, PATIENT_REPLAYS, Listening
 from tests.support.replay_servers import (
     END_SEQ,
     Answer,
@@ -25,7 +25,6 @@ from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
 
 Publish = Callable[..., Publisher]
 SPARING = dataclasses.replace(HASTY_REPLAYS, spare_s=600.0)
-PATIENT = ReplayOptions(idle_s=NOT_MY_FAULT_S, total_s=NOT_MY_FAULT_S, spare_s=0.0)
 
 
 class Engine:
@@ -155,7 +154,7 @@ async def test_it_comes_back_and_says_nothing(
 async def test_it_restarts_again_while_it_is_asked(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    replayer = Replayer(context, HASTY, PATIENT)
+    replayer = Replayer(context, HASTY, PATIENT_REPLAYS)
     listening = await hear(engine, context, nursery, 5, replayer=replayer)
     stats = listening.listener.stats
 
@@ -201,7 +200,8 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
 async def test_who_does_not_answer_is_asked_again(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    listening = await hear(engine, context, nursery, 3)
+    replayer = Replayer(context, HASTY, HASTY_REPLAYS)
+    listening = await hear(engine, context, nursery, 3, replayer=replayer)
     engine.server.answer = silent
     await engine.restart()
     await until(lambda: len(engine.server.requests) == 2)
@@ -224,7 +224,7 @@ async def ask_in_vain(
     engine.server.answer = answer
     await (engine.lose_connections() if is_same else engine.restart())
     await until(lambda: ended(listening) == ["silent"])
-    replayer.set_options(PATIENT)
+    replayer.set_options(PATIENT_REPLAYS)
     return listening
 
 
@@ -272,7 +272,7 @@ async def test_a_restarted_engine_is_not_spared_for_the_silence_of_the_old_one(
     engine.server.answer = silent
     engine.send(12)
     await until(lambda: len(listening.applied) == 11)
-    replayer.set_options(PATIENT)
+    replayer.set_options(PATIENT_REPLAYS)
     engine.server.answer = three_frames
     engine.server.buffer.clear()
     engine.life = 1
