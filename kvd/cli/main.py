@@ -14,21 +14,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from kvd._version import VERSION
 from kvd.cli import asking, serving
 from kvd.cli.options import (
+    EXIT_NOT_DONE,
     CommandResult,
     FullParser,
     Parser,
+    VersionAction,
     add_general,
     add_settings,
     no_settings,
     usage,
+    write_output,
 )
 from kvd.cli.settings_page import render_page
 from kvd.config import load as config
@@ -41,7 +43,6 @@ from kvd.wire.egress import EgressPolicy
 log = logs.get_logger(__name__)
 
 DESCRIPTION = "KV-cache index daemon: knows which inference worker holds which prompt prefix."
-EXIT_NOT_DONE = 1
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = {config.CONFIG: args.config, **args.given(args.parser, args)}
         if args.command is not None:
-            return _write(*args.command(given))
+            return write_output(*args.command(given))
         loaded = load_config(given)
         logs.setup(loaded.log_level, loaded.log_format)
         for option, why in (*args.without_effect, *_unused(loaded)):
@@ -75,29 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _write(output: str | Iterable[str], code: int) -> int:
-    """Writes a command's output to standard output, and returns its exit code.
-
-    The reader of the output may leave, as `head` does: then nothing more is written. Characters
-    that the output's encoding lacks, in a name for example, are escaped.
-    """
-    if sys.stdout is None:  # closed, as `>&-` does
-        logs.complain(config.StartError("cannot write: standard output is closed"))
-        return EXIT_NOT_DONE
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        for text in [output] if isinstance(output, str) else output:
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-        return code
-    except OSError as error:
-        # Otherwise Python would try to write the rest of the text again at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            logs.complain(config.StartError(f"cannot write: {error.strerror}"))
-        return EXIT_NOT_DONE
-
-
 def build_parser(kind: type[Parser] = Parser, command: str | None = None) -> Parser:
     """Returns the parser of all commands, or of the named one alone."""
     parser = kind(
@@ -106,7 +84,9 @@ def build_parser(kind: type[Parser] = Parser, command: str | None = None) -> Par
         epilog="`kvd COMMAND --help` shows the options of a command. `kvd serve` needs none: it "
         "listens on the loopback interface.",
     )
-    parser.add_argument("--version", action="version", version=f"kvd {VERSION}")
+    parser.add_argument(
+        "--version", action=VersionAction, nargs=0, help="show program's version number and exit"
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, add in COMMANDS.items():
         if command in (None, name):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from kvd._version import VERSION
 from kvd.config import load as config
 from kvd.config import parsers, settings
 from kvd.telemetry import logs
 from kvd.wire.urls import masked
 
+EXIT_NOT_DONE = 1
 EXIT_USAGE = 2
 # Least likeness (difflib) of a mistyped flag to one that is suggested. At the 0.6 of other names,
 # --port of `kvd serve` would be taken for --peers.
@@ -41,6 +45,10 @@ class Parser(argparse.ArgumentParser):
         text = logs.plain(masked(message))
         self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
 
+    def print_help(self, file: object = None) -> NoReturn:
+        """Writes the help to standard output and ends; argparse would pass over a failed write."""
+        self.exit(write_output(self.format_help(), 0))
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown arguments here, in the command's own parser, which names the command."""
         found, unknown = super().parse_known_args(args, namespace)
@@ -56,6 +64,13 @@ class Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         like = parsers.nearest(flag, known, LIKENESS)
         return f" (did you mean {like}?)" if like else ""
+
+
+class VersionAction(argparse.Action):
+    """Writes the version and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.exit(write_output(f"kvd {VERSION}\n", 0))
 
 
 class FullParser(Parser):
@@ -139,6 +154,29 @@ def add_setting(
             const=False,
             help=argparse.SUPPRESS,
         )
+
+
+def write_output(output: str | Iterable[str], code: int) -> int:
+    """Writes a command's output to standard output, and returns its exit code.
+
+    The reader of the output may leave, as `head` does: then nothing more is written. Characters
+    that the output's encoding lacks, in a name for example, are escaped.
+    """
+    if sys.stdout is None:  # closed, as `>&-` does
+        logs.complain(config.StartError("cannot write: standard output is closed"))
+        return EXIT_NOT_DONE
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        for text in [output] if isinstance(output, str) else output:
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # Otherwise Python would try to write the rest of the text again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            logs.complain(config.StartError(f"cannot write: {error.strerror}"))
+        return EXIT_NOT_DONE
 
 
 def no_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:

@@ -405,7 +405,10 @@ def test_who_reads_what_a_command_says_may_leave(tmp_path: Path) -> None:
             (unread, ""),
             (full, "kvd: cannot write: No space left on device\n"),
         ):
-            for command in (["config", "docs"], ["state", "export", str(tmp_path)]):
+            for command in (
+                *(["config", "docs"], ["state", "export", str(tmp_path)]),
+                *(["--help"], ["serve", "--help-all"], ["--version"]),
+            ):
                 assert run_command(*command, stdout=stdout) == Ended(1, "", message)
 
 
