@@ -139,8 +139,9 @@ class SecuredStream:
     """TLS over a stream, with the members of a plain stream that tests use."""
 
     def __init__(self, below: trio.SocketStream, trust: ssl.SSLContext) -> None:
-        """The handshake comes with the first bytes."""
+        """The handshake comes with the first bytes, unless `do_handshake` is called before."""
         self._tls = trio.SSLStream(below, trust, server_hostname="127.0.0.1", https_compatible=True)
+        self.do_handshake = self._tls.do_handshake
         self.send_all = self._tls.send_all
         self.receive_some = self._tls.receive_some
         self.setsockopt = below.setsockopt
@@ -154,6 +155,11 @@ class Client:
     def __init__(self, stream: trio.SocketStream | SecuredStream) -> None:
         self.stream = stream
         self._buffer = bytearray()  # grows without copies: replies may be long
+
+    async def handshake(self) -> None:
+        """Completes the handshake of TLS, if there is TLS."""
+        if isinstance(self.stream, SecuredStream):
+            await self.stream.do_handshake()
 
     async def send(self, data: bytes) -> None:
         await self.stream.send_all(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import trio
@@ -15,6 +16,7 @@ from tests.support.budget import scaled
 from tests.support.descriptors import open_descriptors
 from tests.support.serving import (
     BIG,
+    PATIENT,
     SOON,
     TEST_SECONDS,
     Client,
@@ -25,6 +27,7 @@ from tests.support.serving import (
 
 pytestmark = pytest.mark.usefixtures("layers")
 
+HASTY = replace(PATIENT, head_s=SOON)  # for a head, after the handshake
 MUTATED = {"plain": scaled(240), "tls": scaled(36)}  # a handshake takes milliseconds
 
 GARBAGE = {
@@ -233,7 +236,9 @@ async def test_a_head_over_a_limit_is_refused_and_the_limit_accepted(pieces: int
 
 
 async def test_a_slow_head_is_refused_at_its_deadline() -> None:
-    async with serving(head_s=SOON) as running, running.client() as slow:
+    async with serving() as running, running.client() as slow:
+        await slow.request("GET", "/health")  # a handshake has the same deadline
+        running.front.set_limits(HASTY)
         start = trio.current_time()  # the server may have the head before `send` returns
         await slow.send(b"GET /health HTTP/1.1\r\n")
         async with trio.open_nursery() as nursery:
@@ -263,12 +268,10 @@ async def test_a_slow_body_is_refused_at_its_deadline(head: bytes) -> None:
 
 
 async def test_a_connection_that_says_nothing_is_closed_silently() -> None:
-    async with (
-        serving(head_s=SOON) as running,
-        running.client() as idle,
-        running.client() as silent,
-    ):
+    async with serving() as running, running.client() as idle, running.client() as silent:
         await idle.request("GET", "/health")
+        await silent.handshake()
+        running.front.set_limits(HASTY)
         assert await silent.read_to_end() == b""
         assert running.front.stats.connections_open == 1  # a used connection may idle longer
         assert running.front.stats.head_timeouts == 1
