@@ -178,7 +178,7 @@ cdef object slow_value(ValueKind kind, bytes text, str name):
             return int(text)
         if kind == ValueKind.real:
             return _finite(text)
-        return _NESTED.decode(text.decode())
+        return (_SIGNED if b"-0" in text else _NESTED).decode(text.decode())
     except ValueError:
         raise TypeError(f"{name}: a number out of range") from None
 
@@ -190,7 +190,12 @@ def _finite(text):
     return number
 
 
+def _signed(text):
+    return -0.0 if text == "-0" else int(text)
+
+
 _NESTED = json.JSONDecoder(parse_float=_finite)
+_SIGNED = json.JSONDecoder(parse_float=_finite, parse_int=_signed)  # slower, for a text with -0
 _BETWEEN = re.compile(r"[,\s]*")  # what stands between two elements
 
 
@@ -202,6 +207,7 @@ def objects_of(bytes span not None):
     """
     cdef str text = span.decode()
     cdef Py_ssize_t at = 1
+    decoder = _SIGNED if b"-0" in span else _NESTED
     if text[0] != "[":
         raise TypeError("expected an array of objects")
     while True:
@@ -211,7 +217,7 @@ def objects_of(bytes span not None):
         if text[at] != "{":
             raise TypeError("expected an array of objects")
         try:
-            value, at = _NESTED.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, at)
         except ValueError:
             raise TypeError("a number out of range") from None
         yield value

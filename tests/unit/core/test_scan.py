@@ -553,6 +553,14 @@ def test_fields_that_are_no_scalars_are_bounded_where_they_are_to_be() -> None:
             scanner.scan(b'{"a":%b}' % value)
 
 
+def test_a_negative_zero_is_a_float_in_nested_values_too() -> None:
+    scanner = BodyScanner({}, ("name",), ("all",))
+    written = '[{"a": -0, "b": [-0, 0, -1, "-0", -0.5]}]'
+    found = scanner.scan(b'{"name": %b, "all": %b}' % (written.encode(), written.encode()))
+    assert repr(found["name"]) == "[{'a': -0.0, 'b': [-0.0, 0, -1, '-0', -0.5]}]"
+    assert repr(list(objects_of(found["all"]))) == repr(found["name"])  # type: ignore[arg-type]
+
+
 # -- the objects of a span -------------------------------------------------------------------------
 
 
