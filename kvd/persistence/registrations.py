@@ -6,6 +6,7 @@
     faces  <── the targets of the fleet file <── parse <────── registrations, replaced whole
 
 Registrations of the settings and the fleet file are not kept: both make them again themselves.
+Those of faces that are off stay in the file, for a start with these faces.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import trio
@@ -105,6 +107,7 @@ class Registrations:
         self._ranks = {worker.key for worker in config.workers}
         self._workers = {record.worker_id for record in config.catalog}
         self._replicas = set(config.replica_sync.peers if config.replica_sync else ())
+        self.unserved: list[Row] = []  # of faces that are off: no call can change them
 
     @property
     def changes(self) -> int:
@@ -114,8 +117,9 @@ class Registrations:
         """Returns all registrations as frames; other tasks run meanwhile."""
         made: list[bytes] = []
         rows: list[Row] = []
-        for table, _, _, members, mark in self.rows():
-            rows.append((table, members, mark))
+        served = ((table, members, mark) for table, _, _, members, mark in self.rows())
+        for row in chain(self.unserved, served):
+            rows.append(row)
             if len(rows) == SLICE:
                 made.append(frame(ROWS, packed(rows)))
                 rows = []
@@ -214,6 +218,8 @@ async def register_again(
     rows, settings, named = _kept(frames)
     again = Again()
     for number, (table, members, mark) in enumerate(rows, 1):
+        if table not in targets:
+            registrations.unserved.append((table, members, mark))
         with again.counted(table, members):
             await _register(table, members, mark, targets)
         if number % SLICE == 0:

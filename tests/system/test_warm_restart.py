@@ -187,6 +187,21 @@ def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
         kvd.stop()
 
 
+def test_registrations_of_a_face_that_is_off_wait_for_it(tmp_path: Path) -> None:
+    with kvd_of(tmp_path) as kvd:
+        slots = {"worker_id": 7, "model_name": "m", "block_size": 4, "dp_start": 0, "dp_size": 1}
+        assert kvd.post("slot-tracker", "/register", slots).status_code == 201
+        before = kvd.get("slot-tracker", "/workers")
+        kvd.stop()
+        kvd.flags.append("--slot-tracker-bind=off")
+        kvd.start()
+        kvd.stop()
+        del kvd.flags[-1]
+        kvd.start()
+        assert kvd.get("slot-tracker", "/workers") == before
+        kvd.stop()
+
+
 def test_a_policy_of_the_file_replaces_no_other_setting(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     record = {"worker_id": 9, "model_name": "n", "block_size": 16, "endpoint": "http://gpu9:8000"}
