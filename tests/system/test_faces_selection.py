@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
+from kvd.faces.selection.records import MAX_MEMBERS
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from tests.support.bodies import CHECKS, JSON, NO_JSON, UNFIT, Refusals
 from tests.support.http_client import Client
@@ -586,6 +587,23 @@ def test_kept_texts_have_a_bound(refusals: Refusals) -> None:
     changes += [{"topology_domains": {"a": long}}, {"kv_events_endpoints": {"0": long}}]
     bodies = {str(change)[:40]: json.dumps(valid | change).encode() for change in changes}
     refusals.refused("/workers", bodies, 422)
+
+
+def test_objects_and_arrays_of_a_worker_have_a_bound(client: Client, refusals: Refusals) -> None:
+    many = {str(number): "x" for number in range(MAX_MEMBERS + 1)}
+    long = {str(number): "x" * 4000 for number in range(300)}
+    names = ("kv_events_endpoints", "router_hint_source_control_endpoints", "topology_domains")
+    for members in (many, long):
+        changes = [(name, {name: members}) for name in names]
+        changes.append(("taints", {"taints": list(members.values())}))
+        bodies = {name: json.dumps(REGISTERED | change).encode() for name, change in changes}
+        for name, error in zip(bodies, refusals.refused("/workers", bodies, 422), strict=True):
+            assert error.startswith(name)
+    workers = [REGISTERED | {"taints": list(many)}]
+    assert client.put("/workers", json={"model_name": MODEL, "workers": workers}).status_code == 422
+    most = REGISTERED | {"taints": list(many)[1:]}
+    assert len(client.post("/workers", json=most).json()["taints"]) == MAX_MEMBERS
+    assert client.post("/workers", json=REGISTERED).status_code == 201
 
 
 # ---- anything

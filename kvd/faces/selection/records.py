@@ -22,6 +22,10 @@ from kvd.selection.workers import Workers
 # which JSON cannot express.
 LEAST_TOKENS_PER_S = 0.001
 
+# Most members of an object or array of a record: as many endpoints as a worker may have ranks. All
+# of them are read and checked, and later shown, without a pause.
+MAX_MEMBERS = 4096
+
 ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
 
@@ -124,9 +128,22 @@ def _map(members: bodies.Members, name: str) -> dict[str, str]:
 
 
 def _texts_by_text(members: bodies.Members, name: str) -> dict[str, str]:
-    value = members[name]
+    value = _few(members, name)
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
         raise Invalid(f"{name}: expected an object of texts")
+    return value
+
+
+def _taints(members: bodies.Members, name: str) -> tuple[str, ...]:
+    _few(members, name)
+    return texts(members, name)
+
+
+def _few(members: bodies.Members, name: str) -> Any:
+    """Returns a member; raises Invalid for an object or array of more than MAX_MEMBERS."""
+    value = members[name]
+    if isinstance(value, (dict, list)) and len(value) > MAX_MEMBERS:
+        raise Invalid(f"{name}: more than {MAX_MEMBERS} members")
     return value
 
 
@@ -172,7 +189,7 @@ READERS: dict[str, Callable[[bodies.Members, str], Any]] = {
     "prefill_tokens_per_s": _speed,
     "decode_step_ms": _positive,
     "role": _role,
-    "taints": texts,
+    "taints": _taints,
     "topology_domains": _map,
     "kv_transfer_domain": _name,
     "kv_transfer_enforcement": _enforcement,

@@ -26,8 +26,10 @@ from kvd_core.json.scan import BodyScanner
 SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state, if it is on
 
 DESCRIBED = (*FIELDS, "routing_group")
-# A worker may have thousands of endpoints.
-WORKER = BodyScanner({}, DESCRIBED, nested_bytes=None)
+# Longest object or array of a worker: endpoints of 4,096 ranks with 250 bytes each.
+MAX_NESTED_BYTES = 1_048_576
+
+WORKER = BodyScanner({}, DESCRIBED, nested_bytes=MAX_NESTED_BYTES)
 WORKERS = BodyScanner({}, bodies.PARTITION_MEMBERS, ("workers",))
 
 # Workers of a set read between two checkpoints: 1 ms.
