@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from kvd.errors import BadRequest, Conflict, KvdError, Unavailable
-from kvd.faces.selection.choice_metrics import choice_families
+from kvd.faces.selection.choice_metrics import COUNTED, choice_families
 from kvd.faces.selection.speed_metrics import speed_families
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.phases import Phase
@@ -256,6 +256,18 @@ async def test_loads_rank_by_rank_while_there_are_few() -> None:
     assert found[f"kvd_selection_decode_blocks{rank}"] == 2
     assert found[f"kvd_selection_rank_requests{rank}"] == 1
     assert not any("worker_id" in name for name in samples(service, most_ranks=1))
+
+
+async def test_ranks_of_many_workers_are_counted_with_rests_between() -> None:
+    endpoints = [f"tcp://10.0.0.1:{port}" for port in range(1, 2 * COUNTED + 1)]
+    records = (
+        batched(number, kv_events_endpoint=each, kv_events_endpoints={})
+        for number, each in enumerate(endpoints)
+    )
+    service = await ready(*records)
+    families = list(choice_families(service.selections, RequestMetrics("x"), 0))
+    assert families.count(None) == 2
+    assert samples(service)["kvd_selection_ranks"] == 2 * COUNTED
 
 
 async def test_speeds_rank_by_rank_are_looked_up_with_rests_between() -> None:

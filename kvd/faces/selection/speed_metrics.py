@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from kvd.faces.common.rank_metrics import rank_labels
 from kvd.selection.regret import Account, Rank
@@ -22,12 +23,13 @@ def speed_families(selections: Selections, most_ranks: int) -> Iterator[Family |
     if len(selections.regret.accounts) <= most_ranks:
         yield from _accounts(list(selections.regret.rows()))
     speeds = selections.speeds
-    ranks = [
+    every = (
         (key, record.worker_id, dp_rank)
         for key, candidates in selections.candidates.items()
         for record in candidates.workers.values()
         for dp_rank in record.ranks
-    ]
+    )
+    ranks = list(islice(every, most_ranks + 1))
     if len(ranks) > most_ranks:
         return
     found = []
