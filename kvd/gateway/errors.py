@@ -57,6 +57,8 @@ class Reason(Enum):
     TOO_LARGE = ReasonAnswer(413, _INVALID, "request_too_large", "request_too_large")
     UNSUPPORTED_MEDIA = ReasonAnswer(415, _INVALID, "unsupported_media_type", _INVALID)
     NO_UPSTREAM = ReasonAnswer(503, "server_error", "no_upstream", "overloaded_error", 1)
+    # With a status after which the gateway that has sent the request back tries another engine.
+    REQUEST_LOOP = ReasonAnswer(503, "server_error", "request_loop", "overloaded_error", 1)
     UPSTREAM_FAILED = ReasonAnswer(502, "server_error", "upstream_failed", "api_error")
     UPSTREAM_TIMEOUT = ReasonAnswer(504, "server_error", "upstream_timeout", "api_error")
     INTERNAL = ReasonAnswer(500, "server_error", "internal_error", "api_error")

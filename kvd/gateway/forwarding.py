@@ -177,6 +177,9 @@ class Forwarder:
     async def _attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
         """Reads a request, finds its model, engines and tokens; raises GatewayError."""
         asked = read(api, request.headers, request.body)
+        if self._upstreams.gateway_id in asked.passed:
+            text = "the request has come back: gateways are engines of each other"
+            raise GatewayError(Reason.REQUEST_LOOP, text)
         served = self._served(asked.model, asked.adapter)
         engines = self._upstreams.serving(served)
         if not engines:

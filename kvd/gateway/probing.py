@@ -37,8 +37,8 @@ CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULT
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
-# Shown with a gateway's list of models: a gateway that is its own engine would send each request
-# round and round.
+# Shown with a gateway's list of models, and with requests to servers that may be gateways, by each
+# that a request has passed: one that comes back to a gateway would go round and round.
 GATEWAY_HEADER = b"x-kvd-gateway"
 MAX_COUNT = 10**18 - 1  # of tokens or blocks, as WHOLE reads it from metrics
 MAX_RANKS = 4096  # ranks that one engine may report

@@ -15,6 +15,7 @@ from zlib import crc32
 
 from kvd.gateway.errors import ErrorForm, GatewayError, Reason
 from kvd.gateway.multipart import field_of
+from kvd.gateway.probing import GATEWAY_HEADER
 from kvd.http.messages import Headers
 from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import has_media
@@ -135,7 +136,7 @@ SESSION_HEADERS = (
 AGENT_HEADER = b"x-claude-code-agent-id"
 PRIORITY_HEADER = b"x-vllm-priority"  # wins over `priority` in the body, as in the engine
 _NUMBER = re.compile(rb"-?\d{1,9}")
-READ_HEADERS = frozenset((*SESSION_HEADERS, AGENT_HEADER, PRIORITY_HEADER))
+READ_HEADERS = frozenset((*SESSION_HEADERS, AGENT_HEADER, PRIORITY_HEADER, GATEWAY_HEADER))
 SESSION_MEMBERS = frozenset(("session_id", "prompt_cache_key", "conversation", "metadata"))
 
 
@@ -156,6 +157,7 @@ class ClientRequest(NamedTuple):
     reads_cache: bool = True  # else its engine computes the whole prompt, whatever is cached
     wants_one: bool = True  # it asks for one answer to each prompt
     adapter: str | None = None  # SGLang's way to name one beside its base model
+    passed: bytes = b""  # ids of the gateways that it has passed, with commas between them
 
     def sets(self, *names: str) -> bool:
         """Returns whether any of these members has a value; null stands for none."""
@@ -239,20 +241,16 @@ def longest_text(prompts: bytes) -> bytes | None:
 
 def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
     """Reads a request; raises GatewayError."""
+    known = _known_headers(headers)
+    passed = known.get(GATEWAY_HEADER, b"")
     if api is Api.FORM:
-        return ClientRequest(
-            api,
-            field_of(headers, body, "model"),
-            False,
-            {},
-            session_of(_known_headers(headers), {}),
-        )
+        named = field_of(headers, body, "model")
+        return ClientRequest(api, named, False, {}, session_of(known, {}), passed=passed)
     try:
         members = SCANNER.scan(body)
     except (TypeError, ValueError) as error:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
     spans = {name: value for name, value in members.items() if isinstance(value, bytes)}
-    known = _known_headers(headers)
     for name in FLEET_MEMBERS if not spans.keys().isdisjoint(FLEET_MEMBERS) else ():
         if spans.get(name, b"null") != b"null":
             text = f"{name} is set by the gateway, not by clients"
@@ -276,6 +274,7 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
         not _asks_for_logprobs_of_prompt(api, members),
         members.get("n") in (None, 1),
         _text(members.get("lora_path")),
+        passed,
     )
 
 

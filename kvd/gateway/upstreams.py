@@ -30,7 +30,15 @@ from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
 from kvd.gateway.exchanges import CONNECT_S, IN_DOUBT, ExchangeFailed, Exchanges
 from kvd.gateway.heads import credentials, own_head, request_head
-from kvd.gateway.probing import EngineKind, Facts, ListedModel, NotAnEngine, Probe, Unanswered
+from kvd.gateway.probing import (
+    GATEWAY_HEADER,
+    EngineKind,
+    Facts,
+    ListedModel,
+    NotAnEngine,
+    Probe,
+    Unanswered,
+)
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.relayed import RelayedRequest
 from kvd.model import DEFAULT_TENANT
@@ -81,6 +89,7 @@ class Upstream:
     url: str
     target: Target
     worker_id: int
+    gateway_id: bytes = b""  # of the gateway whose engine it is
     key: bytes = b""  # its API key, shown with requests of the gateway's own
     prefills: bool = False  # the operator says that it computes prompts for others
     server_name: str | None = None  # in its certificate; None: the host of the URL
@@ -139,6 +148,9 @@ class Upstream:
         if dp_rank is not None and len(self.facts.ranks) > 1:
             rank = dp_rank - self.facts.ranks.start  # the engine numbers its ranks from 0
             own.append((b"x-data-parallel-rank", b"%d" % rank))
+        if self.facts.kind is EngineKind.OPENAI:  # as which a gateway appears
+            passed = [value for name, value in request.headers if name == GATEWAY_HEADER]
+            own.append((GATEWAY_HEADER, b", ".join((*passed, self.gateway_id))))
         return request_head(
             request.method,
             request.target,
@@ -349,7 +361,7 @@ class Upstreams:
             found = self.followed[wanted] = FollowedName(wanted)
             self._put_task.send_nowait(partial(found.run, self, self._dialer))
         else:
-            found = _upstream(wanted, self._key, self._by_served.clear)
+            found = _upstream(wanted, self.gateway_id, self._key, self._by_served.clear)
             self.each[found.worker_id] = found
             found.changed()
             self._put_task.send_nowait(partial(self._watch, found))
@@ -674,11 +686,13 @@ def worker_id_of(target: Target) -> int:
     return int.from_bytes(digest, "big") >> 11
 
 
-def _upstream(wanted: Wanted, key: bytes, changed: Callable[[], None]) -> Upstream:
+def _upstream(
+    wanted: Wanted, gateway_id: bytes, key: bytes, changed: Callable[[], None]
+) -> Upstream:
     target = parse_upstream(wanted.url)
     worker_id = worker_id_of(target)
     options = wanted.prefills, wanted.server_name
-    return Upstream(wanted.url, target, worker_id, key, *options, changed=changed)
+    return Upstream(wanted.url, target, worker_id, gateway_id, key, *options, changed=changed)
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:

@@ -112,6 +112,27 @@ async def test_a_gateway_is_no_engine_of_its_own(
         assert (await rows(client))[own]["standing"] == "unknown"
 
 
+async def test_gateways_in_front_of_each_other(kvd_process: Start) -> None:
+    """A request that no engine answers would go round between them until its client leaves."""
+    async with (
+        engines(EngineOptions()) as (one,),
+        gateway_of(kvd_process, [one.url]) as first,
+        gateway_of(kvd_process, [str(first.http.base_url).rstrip("/")]) as second,
+        gateway_of(kvd_process, [str(second.http.base_url).rstrip("/")]) as third,
+    ):
+        back = str(third.http.base_url).rstrip("/")
+        assert (await first.post("/upstreams", {"url": back})).status == 201
+        await wait_serving(first, 2)
+        for number in range(4):  # by whichever way they come
+            assert (await third.chat(f"{number} {PROMPT}")).status == 200
+        one.end()
+        refused = await first.chat(PROMPT)
+        assert (refused.status, refused.json["error"]["code"]) == (503, "request_loop")
+        spent = 'kvd_gateway_refusals_total{code="request_loop"}'
+        assert (await first.metrics())[spent] >= 1
+        assert (await second.metrics()).get(spent, 0) == 0
+
+
 async def test_the_fleet_file_is_followed(kvd_process: Start, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     async with engines(EngineOptions(), EngineOptions()) as (one, other):
