@@ -27,8 +27,9 @@ The rules, with where they come from:
   costs of Dynamo's, any;
 - a session stays where it is bound while the rank is within `session_bound` (`keeps_sessions`);
 - under such a bound, an idle rank that has not been chosen for long takes what would go to a rank
-  with more than the mean requests plus 1, unless it caches more than half as much of it: otherwise
-  a beginning that all prompts share would never leave the ranks that computed it first;
+  with more than the mean requests plus 1, if that caches no more of it than its running requests
+  share, and unless it caches more than half as much: otherwise a beginning that all prompts share
+  would never leave the ranks that computed it first;
 - factors multiply costs, by the preferences of the prompt's sender.
 
 Costs: O(candidates), with a temperature one exp for each. Nothing is allocated. A further mode is a
@@ -334,6 +335,8 @@ cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale
     # The lowest in order. If that has more than the mean requests plus 1, and sessions are bounded:
     # the idle candidate that has been left out for longest, if for long enough. One that caches
     # more than half as much of the prompt lacks no common beginning: it is left out by chance.
+    # What the lowest caches beyond the blocks that its requests use is no such beginning either,
+    # but the conversation's former turns, which would be computed again.
     cdef uint32_t chosen = lowest_in_order(choice, scale), each
     cdef int line = kLines + scale.settings.line
     cdef uint64_t due = choice.n_open * kLeftOut
@@ -346,6 +349,8 @@ cdef inline uint32_t lowest_or_left_out(const Choice* choice, const Scale* scale
     if real(choice.states[chosen].requests) <= mean + 1.0:
         return chosen
     cached = cached_tokens(scale, &choice.states[chosen])
+    if cached > <uint64_t>choice.states[chosen].live * scale.block_size:
+        return chosen
     due = choice.turn - due if choice.turn > due else 0
     for k in range(choice.n_open):
         each = choice.open[k]

@@ -666,7 +666,7 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
 
 
 def test_whoever_is_idle_and_long_left_out_takes_from_a_busy_rank() -> None:
-    warm = RankPlan((6, 0, 0, 0), [(0, 0, 0, True)] * 8)
+    warm = RankPlan((6, 0, 0, 0), [(6, 0, 0, True)] * 8)
     fleet = Fleet({(1, 0): warm, (2, 0): RankPlan(), (3, 0): RankPlan()})
     fleet.match(6)
     bounded = DEFAULTS.replace(weighted=True, uncached=1.0, session_bound=1.177)
@@ -681,18 +681,20 @@ def test_whoever_is_idle_and_long_left_out_takes_from_a_busy_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "blocks", "chosen"),
+    ("requests", "in_use", "blocks", "chosen"),
     [
-        (3, 0, 0),  # the mean plus 1 is 3
-        (4, 0, 2),  # 3.67
-        (4, 3, 2),
-        (4, 4, 0),  # more than half of the 6
+        (3, 6, 0, 0),  # the mean plus 1 is 3
+        (4, 6, 0, 2),  # 3.67
+        (4, 6, 3, 2),
+        (4, 6, 4, 0),  # more than half of the 6
+        (4, 5, 0, 0),  # the sixth is of this conversation alone
+        (4, 0, 0, 0),
     ],
 )
-def test_an_idle_rank_takes_from_a_busy_one_what_it_lacks(
-    requests: int, blocks: int, chosen: int
+def test_an_idle_rank_takes_from_a_busy_one_what_its_prompts_share(
+    requests: int, in_use: int, blocks: int, chosen: int
 ) -> None:
-    busy = [(0, 0, 0, True)] * requests
+    busy = [(in_use, 0, 0, True)] * requests
     warm, idle = RankPlan((6, 0, 0, 0), busy), RankPlan((blocks, 0, 0, 0))
     fleet = Fleet({(1, 0): warm, (2, 0): RankPlan(requests=busy), (3, 0): idle})
     fleet.match(6)
