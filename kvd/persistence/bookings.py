@@ -11,10 +11,10 @@ followed by those of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
 from kvd.persistence.clocks import ClockTranslation
@@ -38,10 +38,21 @@ SLICE = 32
 # Kinds of records about the journal itself.
 WHOLE = ord("W")  # by now the journal has everything that was booked when it was begun
 HOLE = ord("H")  # records before this journal were lost: it counts only once it is whole
-SHARED = ord("T")  # the shared state's server has everything that was booked before a time
+SHARED = ord("T")  # up to where the bookings were in the shared state: the fields of `Shared`
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
 Live = tuple[LedgerName, str]  # a ledger and the id of a request in it
+
+
+class Shared(NamedTuple):
+    """Up to where the bookings here were in the shared state when the process ended.
+
+    They are in the steps that `numbers` counts: a fleet that has all of these and not a booking has
+    ended it. The server may lose steps that only it and this process had.
+    """
+
+    at: float  # every booking from before, by the clock of the faces
+    numbers: Mapping[str, int]  # by writer: its last step here
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ class KeptRequests:
         self.leases: dict[tuple[PartitionKey, str], SessionLease] = {}  # by session
         self.held: dict[str, Bound] = {}  # the binding that a reservation leases, by its id
         self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
-        self.shared_at: float | None = None  # see `SharedUntil` (kvd.persistence.journal)
+        self.shared: Shared | None = None  # None: nothing has been shared
         # Reservations, and when each was booked by the clock of its last record.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
@@ -126,7 +137,8 @@ class KeptRequests:
         elif record.kind == ANSWERED:
             self._answer(*unpacked(record.content))
         elif record.kind == SHARED:
-            self.shared_at = self._translated(unpacked(record.content))
+            at, numbers = unpacked(record.content)
+            self.shared = Shared(self._translated(at), numbers)
         elif record.kind == WHOLE:
             self._forget_unrenewed()
         elif record.kind == HOLE:

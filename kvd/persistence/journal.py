@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import trio
 
-from kvd.persistence.bookings import HOLE, SHARED, WHOLE
+from kvd.persistence.bookings import HOLE, SHARED, WHOLE, Shared
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory, give_up, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
@@ -60,24 +60,24 @@ log = get_logger(__name__)
 
 
 class SharedUntil:
-    """The time before which every booking here has been sent to the shared state's server.
+    """Up to where the bookings here have been sent to the shared state's server.
 
     A later booking that no other process knows after a restart has not ended elsewhere.
     """
 
     def __init__(self, journal: Journal | None) -> None:
-        """Records the time in the `journal`, if there is one."""
-        self.time: float | None = None  # by the clock of the faces; None: nothing has been sent
+        """Records it in the `journal`, if there is one."""
+        self.last: Shared | None = None  # None: nothing has been sent
         self._journal = journal
 
-    def note(self, at: float) -> None:
-        self.time = at
+    def note(self, shared: Shared) -> None:
+        self.last = shared
         self.export()
 
     def export(self) -> None:
-        """Records the time in the journal."""
-        if self._journal is not None and self.time is not None:
-            self._journal.put(SHARED, packed(self.time))
+        """Records it in the journal."""
+        if self._journal is not None and self.last is not None:
+            self._journal.put(SHARED, packed(self.last))
 
 
 @dataclass(slots=True)

@@ -185,7 +185,7 @@ class Keeper:
             # Without this journal the others would bring back requests that have ended.
             await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
-            self._writer.shared_until.time = bookings.shared_at
+            self._writer.shared_until.last = bookings.shared
             if journals:
                 self.stats.outcomes[Content.JOURNAL] = FileOutcome.RESTORED
                 log.info(
@@ -211,7 +211,7 @@ class Keeper:
 
     @property
     def shared_until(self) -> SharedUntil:
-        """The time before which every booking here has been sent to the shared state."""
+        """Up to where the bookings here have been sent to the shared state."""
         return self._writer.shared_until
 
     def leave_index(self) -> None:

@@ -256,10 +256,14 @@ class Mirror:
             self.own += 1
             self.booked_here(LedgerName(name.face, name.key, 0), name.request_id)
 
+    def has_all(self, numbers: Mapping[str, int]) -> bool:
+        """Returns whether all steps up to these numbers, by writer, are in here."""
+        return all(self.numbers.get(each, 0) >= last for each, last in numbers.items())
+
     def drop_unknown(self, shared_at: float) -> Iterator[None]:
         """Ends bookings from before `shared_at` that no other process knows.
 
-        They had all been shared, so they ended while this process was away.
+        All steps that had been shared by then have to be in here: then the bookings have ended.
         """
         for found in self._unknown(shared_at):
             if found is None:

@@ -62,8 +62,8 @@ class SharedState:
     ) -> None:
         """The ledgers record in the `journal`, which is for this alone.
 
-        `deduplicator` has it paused until `prepare`. Restored bookings from before `shared_until`
-        were sent before this process began.
+        `deduplicator` has it paused until `prepare`. Restored bookings up to `shared_until` were
+        sent before this process began.
         """
         faces: Faces = {Face.SLOT_TRACKER: slots, Face.SELECTION: selections.reservations}
         writer = token_hex(8)
@@ -97,7 +97,7 @@ class SharedState:
 
     async def prepare(self) -> None:
         """Notes the restored state and begins to record, before any call can have arrived."""
-        self._fleet.note_restored(self._shared_until.time)
+        self._fleet.note_restored(self._shared_until.last)
         self._mirror.note_restored()
         self._deduplicator.resume()
         self._outbox.introduce()

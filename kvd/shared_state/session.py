@@ -7,6 +7,14 @@
 A session ends with the first fault of the server or of the network to it. Steps that are not yet
 written stay, and the next session goes on at the position up to which this one has read. If the
 server only refuses to write, since it is full, the session goes on and reads.
+
+Two invariants hold whenever a session may end, also while it joins:
+
+1. Every entry up to the position has been applied, is described by a merged view, or belongs to a
+   gap that is noted. So a view that is merged takes the position back to where its writer had read.
+2. A restored booking counts as ended only if all steps that its process knew when it was last
+   shared are in the mirror: what has these and not the booking has seen its end. The server having
+   had it proves nothing, since the server may have lost it before anyone read it.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from coredis.exceptions import ReadOnlyError, ResponseError
 from coredis.tokens import PureToken
 
 from kvd.index.served_models import ServedModels
+from kvd.persistence.bookings import Shared
 from kvd.shared_state import members
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.entries import (
@@ -87,9 +96,10 @@ class KnownFleet:
     served: ServedModels  # is notified of the models that others serve
     members: dict[str, Member] = field(default_factory=dict)
     stats: SessionStats = field(default_factory=SessionStats)
+    has_begun: bool = False  # the stream is read from some position on
     has_joined: bool = False  # the state that others had at our start has been read
     has_settled: bool = False  # restored bookings have been shared with all, or dropped
-    shared_at: float | None = None  # restored bookings from before had been sent to the server
+    shared: Shared | None = None  # up to where restored bookings had been sent to the server
     is_connected: bool = False
     described_holes: int = 0  # holes in our steps that a view of ours has described
     refusals: dict[str, str] = field(default_factory=dict)  # why the server refuses, by kind
@@ -101,9 +111,9 @@ class KnownFleet:
             {each.address: each.serves for each in found.values() if each.address is not None}
         )
 
-    def note_restored(self, shared_at: float | None) -> None:
-        """Notes the time before which restored bookings had been sent to the server, if any."""
-        self.shared_at = shared_at
+    def note_restored(self, shared: Shared | None) -> None:
+        """Notes up to where restored bookings had been sent to the server, if any."""
+        self.shared = shared
 
 
 class Session:
@@ -119,7 +129,7 @@ class Session:
         catalog: Catalog,
         at_rest: trio.Lock,
         fleet: KnownFleet,
-        note_shared: Callable[[float], None],
+        note_shared: Callable[[Shared], None],
         name: str,
         address: str | None,
         served: Collection[tuple[str, str | None]],
@@ -201,12 +211,18 @@ class Session:
         if self._fleet.has_joined:
             await self._introduce()
             return
-        mirror.position = await self._end()
+        end = await self._end()
+        if not self._fleet.has_begun:  # views have what comes before
+            mirror.position = end
+            self._fleet.has_begun = True
+        await self._catch_up(end)  # from where an earlier session ended while it joined
         found, gone = await members.listed(self._client, self._keys, mirror.writer)
         self._fleet.note_members(found)
         for writer in (*gone, *found):
             mirror.missed(writer, found[writer].numbers.get(writer, 0) if writer in found else 1)
         await self._heal()
+        self._expected = self._announced(found)
+        self._note_gaps()
         self._fleet.has_joined = True
         await self._settle()
         await self._introduce()
@@ -217,16 +233,16 @@ class Session:
     async def _settle(self) -> None:
         """Decides on restored bookings that nobody else knows, once all views have been read.
 
-        If there were views to merge, a booking that had been sent to the server and is in none of
-        them ended while this process was away. All other bookings are live and become ours.
+        If these have all that had been shared, a booking among that ended while this process was
+        away. All other bookings are live, as far as anyone knows, and become ours.
         """
         mirror = self._mirror
         if self._fleet.has_settled or mirror.behind:
             return
         async with self._at_rest:
-            shared_at = self._fleet.shared_at
-            if mirror.stats.views and shared_at is not None:
-                await self._in_slices(mirror.drop_unknown(shared_at))
+            shared = self._fleet.shared
+            if shared is not None and mirror.has_all(shared.numbers):
+                await self._in_slices(mirror.drop_unknown(shared.at))
             await self._in_slices(mirror.claim())
         self._fleet.has_settled = True
 
@@ -286,7 +302,9 @@ class Session:
             self._stats.bytes_written += len(entry.records)
         is_all_there = not outbox.has_unsent and outbox.holes == self._fleet.described_holes
         if self._fleet.has_settled and is_all_there:
-            self._note_shared(trio.current_time())
+            mirror = self._mirror
+            numbers = mirror.numbers | {mirror.writer: mirror.own}
+            self._note_shared(Shared(trio.current_time(), numbers))
 
     def _most_entries(self) -> int:
         """Returns how many entries the stream keeps, given their mean size."""
@@ -440,28 +458,24 @@ class Session:
             await self._outbox.drain()
             for _ in merge.finish():
                 await trio.lowlevel.checkpoint()
-        await self._catch_up(head.position)
+        end, mirror.position = mirror.position, min(mirror.position, head.position)
+        await self._catch_up(end)
         self._caught_up(writer)
         return writer not in mirror.behind
 
-    async def _catch_up(self, position: Position) -> None:
-        """Applies the entries of the stream again, from a position up to where it has been read."""
-        end = self._mirror.position
-        while position < end:
-            start = Position(position.milliseconds, position.number + 1)
+    async def _catch_up(self, end: Position) -> None:
+        """Reads the stream from our position up to another one, if that is later."""
+        while self._mirror.position < end:
             found = await self._client.xrange(
-                self._keys.ops, start=str(start), end=str(end), count=ENTRIES_AT_ONCE
+                self._keys.ops,
+                start=f"({self._mirror.position}",
+                end=str(end),
+                count=ENTRIES_AT_ONCE,
             )
-            if not found:
-                return
             for each in found:
-                position = Position.of(each.identifier)
-                try:
-                    entry = read_entry(each.field_values)
-                    if isinstance(entry, StreamEntry):
-                        await self._apply(entry, position)
-                except ValueError:  # was counted when the entry was first read
-                    continue
+                await self._take(Position.of(each.identifier), each.field_values)
+            if not found:  # the rest has been dropped
+                self._mirror.position = end
 
     # ---- keeping
 
@@ -499,18 +513,26 @@ class Session:
 
     async def _note_members(self) -> None:
         """Notes the other processes, and gaps in steps that they had announced a tick ago."""
+        self._note_gaps()
+        found, _ = await members.listed(self._client, self._keys, self._mirror.writer)
+        self._fleet.note_members(found)
+        self._expected = self._announced(found)
+
+    def _note_gaps(self) -> None:
+        """Notes expected steps that are missing here, and who has them."""
         mirror = self._mirror
         for source, writer, number in self._expected:
             if number > mirror.numbers.get(writer, 0):
                 mirror.missed(writer, number)
                 self._source[writer] = source
-        found, _ = await members.listed(self._client, self._keys, mirror.writer)
-        self._fleet.note_members(found)
-        self._expected = [
+
+    def _announced(self, found: dict[str, Member]) -> list[tuple[str, str, int]]:
+        """Returns who announces which step of which writer; those that are there tell their own."""
+        return [
             (source, writer, number)
             for source, member in found.items()
             for writer, number in member.numbers.items()
-            if writer != mirror.writer and (writer == source or writer not in found)
+            if writer != self._mirror.writer and (writer == source or writer not in found)
         ]
 
     async def _is_view_due(self) -> bool:

@@ -1,8 +1,8 @@
 """A Redis server as a plain-Python model: the commands that sessions use, and ways to fail.
 
 Like a server with one process, it answers one command after the other. It may freeze, be
-unreachable, be full, be emptied, have its clock set, or lose its last writes, as happens when a
-copy takes over.
+unreachable, break connections off, be full, be emptied, have its clock set, trim its stream, or
+lose its last writes, as happens when a copy takes over.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class MemoryServer:
         self.is_gone = False
         self.is_frozen = False
         self.is_full = False
+        self.breaks_after: int | None = None  # commands until a connection is cut off
         self.ahead_s = 0.0  # of its clock before that of the simulation
         self._most = most_entries
         self._thawed = trio.Event()
@@ -67,6 +68,11 @@ class MemoryServer:
                 await self._thawed.wait()
         if self.is_gone or self.is_frozen:
             raise TimeoutError("the server does not answer")
+        if self.breaks_after is not None:
+            self.breaks_after -= 1
+            if self.breaks_after < 0:
+                self.breaks_after = None
+                raise ConnectionResetError("the server has cut the connection off")
 
     def _now(self) -> float:
         return trio.current_time() + self.ahead_s
@@ -192,8 +198,8 @@ class MemoryServer:
 
     async def xrange(self, name: str, start: str, end: str, count: int) -> Any:
         await self._enter()
-        ms, number = _place(start)
-        return self._between((ms, number - 1), _place(end), count)
+        assert start.startswith("(")
+        return self._between(_place(start[1:]), _place(end), count)
 
     async def xread(self, streams: Mapping[str, str], count: int, block: int) -> Any:
         await self._enter()
