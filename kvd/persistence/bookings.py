@@ -38,13 +38,13 @@ SLICE = 32
 # Kinds of records about the journal itself.
 WHOLE = ord("W")  # by now the journal has everything that was booked when it was begun
 HOLE = ord("H")  # records before this journal were lost: it counts only once it is whole
-SHARED = ord("T")  # up to where the bookings were in the shared state: the fields of `Shared`
+SHARED = ord("T")  # up to where the bookings were in the shared state: the fields of `SharedPoint`
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
 Live = tuple[LedgerName, str]  # a ledger and the id of a request in it
 
 
-class Shared(NamedTuple):
+class SharedPoint(NamedTuple):
     """Up to where the bookings here were in the shared state when the process ended.
 
     They are in the steps that `numbers` counts: a fleet that has all of these and not a booking has
@@ -83,7 +83,7 @@ class KeptRequests:
         self.leases: dict[tuple[PartitionKey, str], SessionLease] = {}  # by session
         self.held: dict[str, Bound] = {}  # the binding that a reservation leases, by its id
         self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
-        self.shared: Shared | None = None  # None: nothing has been shared
+        self.shared_point: SharedPoint | None = None  # None: nothing has been shared
         # Reservations, and when each was booked by the clock of its last record.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
@@ -138,7 +138,7 @@ class KeptRequests:
             self._answer(*unpacked(record.content))
         elif record.kind == SHARED:
             at, numbers = unpacked(record.content)
-            self.shared = Shared(self._translated(at), numbers)
+            self.shared_point = SharedPoint(self._translated(at), numbers)
         elif record.kind == WHOLE:
             self._forget_unrenewed()
         elif record.kind == HOLE:

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import trio
 
-from kvd.persistence.bookings import HOLE, SHARED, WHOLE, Shared
+from kvd.persistence.bookings import HOLE, SHARED, WHOLE, SharedPoint
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory, give_up, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
@@ -67,10 +67,10 @@ class SharedUntil:
 
     def __init__(self, journal: Journal | None) -> None:
         """Records it in the `journal`, if there is one."""
-        self.last: Shared | None = None  # None: nothing has been sent
+        self.last: SharedPoint | None = None  # None: nothing has been sent
         self._journal = journal
 
-    def note(self, shared: Shared) -> None:
+    def note(self, shared: SharedPoint) -> None:
         self.last = shared
         self.export()
 

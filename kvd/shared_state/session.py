@@ -30,7 +30,7 @@ from coredis.exceptions import ReadOnlyError, ResponseError
 from coredis.tokens import PureToken
 
 from kvd.index.served_models import ServedModels
-from kvd.persistence.bookings import Shared
+from kvd.persistence.bookings import SharedPoint
 from kvd.shared_state import members
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.entries import (
@@ -99,7 +99,7 @@ class KnownFleet:
     has_begun: bool = False  # the stream is read from some position on
     has_joined: bool = False  # the state that others had at our start has been read
     has_settled: bool = False  # restored bookings have been shared with all, or dropped
-    shared: Shared | None = None  # up to where restored bookings had been sent to the server
+    shared: SharedPoint | None = None  # up to where restored bookings had been sent to the server
     is_connected: bool = False
     described_holes: int = 0  # holes in our steps that a view of ours has described
     refusals: dict[str, str] = field(default_factory=dict)  # why the server refuses, by kind
@@ -111,7 +111,7 @@ class KnownFleet:
             {each.address: each.serves for each in found.values() if each.address is not None}
         )
 
-    def note_restored(self, shared: Shared | None) -> None:
+    def note_restored(self, shared: SharedPoint | None) -> None:
         """Notes up to where restored bookings had been sent to the server, if any."""
         self.shared = shared
 
@@ -129,7 +129,7 @@ class Session:
         catalog: Catalog,
         at_rest: trio.Lock,
         fleet: KnownFleet,
-        note_shared: Callable[[Shared], None],
+        note_shared: Callable[[SharedPoint], None],
         name: str,
         address: str | None,
         served: Collection[tuple[str, str | None]],
@@ -304,7 +304,7 @@ class Session:
         if self._fleet.has_settled and is_all_there:
             mirror = self._mirror
             numbers = mirror.numbers | {mirror.writer: mirror.own}
-            self._note_shared(Shared(trio.current_time(), numbers))
+            self._note_shared(SharedPoint(trio.current_time(), numbers))
 
     def _most_entries(self) -> int:
         """Returns how many entries the stream keeps, given their mean size."""

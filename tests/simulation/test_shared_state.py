@@ -23,7 +23,7 @@ from trio.testing import MockClock
 
 from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey
-from kvd.persistence.bookings import Shared
+from kvd.persistence.bookings import SharedPoint
 from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.shared_state import mirror
@@ -401,7 +401,7 @@ def test_what_is_booked_while_old_requests_are_looked_through_stays() -> None:
         nursery.start_soon(first.run)
         await trio.sleep(5)
         back = Replica(server, "back", 1 << 24, restored=1000)
-        back.standing.note_restored(Shared(trio.current_time() + 1, {}))
+        back.standing.note_restored(SharedPoint(trio.current_time() + 1, {}))
         made = 0
         drop = back.mirror.drop_unknown
 
@@ -433,7 +433,9 @@ def test_what_nobody_was_told_of_has_not_ended_elsewhere(has_shared: bool) -> No
         first.book("r0", 0, [1])
         await trio.sleep(5)
         back = Replica(server, "back", restored=5)
-        back.standing.note_restored(Shared(trio.current_time() - 1, {}) if has_shared else None)
+        back.standing.note_restored(
+            SharedPoint(trio.current_time() - 1, {}) if has_shared else None
+        )
         nursery.start_soon(back.run)
         await trio.sleep(20)
         assert count(back, "old", 5) == count(first, "old", 5) == 5
