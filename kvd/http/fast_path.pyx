@@ -202,8 +202,9 @@ cdef class FastPath:
         """Takes hot routes by the beginning of their requests (`POST /query`).
 
         A route has `body_limit` (bytes), `handler`, `scope`, `waits` and `relays`; a connection has
-        `checks_host` (http/permits.hpp). A request that has to wait, or that `permits` do not
-        grant, is left to the connection's task, which refuses the latter.
+        `checks_host` (http/permits.hpp), and `since`, `trust` and `note_granted` of the transport
+        (http/transport.py). A request that has to wait, or that `permits` do not grant, is left to
+        the connection's task, which refuses the latter.
 
         patterns   the hot routes with a placeholder: the text before it, the text after it, the
                    route
