@@ -66,7 +66,7 @@ cdef class BusyWait:
         cdef int ready
         cdef bint is_prompt
         if self._longest_ns == 0:
-            return poll(watched, count, timeout_ms)
+            return _sleep(watched, count, timeout_ms)
         began = now = now_ns()
         if self._pays(began):
             while True:
@@ -84,8 +84,8 @@ cdef class BusyWait:
             self.lost_ns += now - began
             self._credit_ns -= now - began
             self._prompt -= kWeight * self._prompt
-            return poll(watched, count, timeout_ms)
-        ready = poll(watched, count, timeout_ms)
+            return _sleep(watched, count, timeout_ms)
+        ready = _sleep(watched, count, timeout_ms)
         is_prompt = ready > 0 and now_ns() - began <= self._longest_ns + kWakeNs
         self._prompt += kWeight * (is_prompt - self._prompt)
         return ready
@@ -109,3 +109,11 @@ cdef class BusyWait:
             self._pause_ns = kLeastPauseNs
         self._checked_at, self._checked_awake_ns, self._taken_ns = now, awake_ns, 0
         return now < self._busy_until
+
+
+cdef int _sleep(pollfd* watched, size_t count, int timeout_ms) noexcept nogil:
+    """Sleeps on the last descriptor alone, which takes less than to sleep on all of them."""
+    cdef int ready = poll(watched + count - 1, 1, timeout_ms)
+    if ready > 0 and count > 1:
+        poll(watched, count - 1, 0)
+    return ready

@@ -620,12 +620,17 @@ def serve_row(list pollables not None, int64_t budget_ns, runnable not None):
 
 cdef vector[pollfd] _watching(list pollables):
     cdef vector[pollfd] watched
-    cdef pollfd one
-    one.events = POLLIN
     for pollable in pollables:
-        one.fd = pollable.fileno()
-        watched.push_back(one)
+        watched.push_back(_awaiting(pollable.fileno()))
     return watched
+
+
+cdef pollfd _awaiting(int fd):
+    cdef pollfd one
+    one.fd = fd
+    one.events = POLLIN
+    one.revents = 0
+    return one
 
 
 cdef bint _give_turns(const vector[pollfd]& watched, list pollables) except -1:
@@ -653,7 +658,7 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     anything to do, and whether `others` is readable.
     """
     cdef vector[pollfd] watched = _watching(pollables)
-    cdef pollfd anything
+    cdef pollfd* anything
     # Trio's work until now is a stretch; the sleep in here is no part of it.
     cdef int64_t now = end_stretch()
     cdef int64_t end = now + <int64_t>(seconds * 1e9)
@@ -662,22 +667,21 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     cdef int64_t began
     cdef int timeout_ms, ready
     cdef bint turned, served = False
-    anything.fd = others
-    anything.events = POLLIN
+    watched.push_back(_awaiting(others))
+    anything = &watched.back()
     while now < end:
         timeout_ms = <int>((min(end - now, linger) + 999999) // 1000000)
-        with nogil:  # to sleep on one set takes less than to sleep on all of them
-            ready = awake.wait(&anything, 1, timeout_ms)
+        with nogil:
+            ready = awake.wait(watched.data(), watched.size(), timeout_ms)
         if ready <= 0:
             break
         began = begin_stretch()
-        poll(watched.data(), watched.size(), 0)
         turned = _give_turns(watched, pollables)
         served |= turned
         now = end_stretch()
         spent_ns += now - began
         if not turned or len(runnable) or spent_ns >= budget_ns:
-            poll(&anything, 1, 0)
+            poll(anything, 1, 0)
             if anything.revents or len(runnable):
                 return served, anything.revents != 0
             spent_ns = 0
