@@ -19,7 +19,7 @@ cdef class BusyWait:
     cdef int64_t _busy_until, _pause_ns
     cdef readonly int64_t found_ns, lost_ns
 
-    # Waits as poll(2) does, and returns the same. The last of `watched` must be readable whenever any
+    # Waits as poll(2) does, and returns the same. The last descriptor must be readable whenever any
     # other is.
     cdef int wait(self, pollfd* watched, size_t count, int timeout_ms) noexcept nogil
 

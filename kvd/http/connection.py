@@ -162,14 +162,13 @@ class ListenerContext:
 class Connection(Transport):
     """Serves one client until it leaves, misbehaves or the listener stops."""
 
-    __slots__ = ("_listener", "_outcome", "_owed", "_rest", "_retired", "_task", "checks_host")
+    __slots__ = ("_listener", "_outcome", "_owed", "_rest", "_retired", "_task")
 
     def __init__(
         self, stream: ByteStream, shared: Shared, listener: ListenerContext, checks_host: bool
     ) -> None:
-        super().__init__(stream, shared)
+        super().__init__(stream, shared, checks_host)
         self._listener = listener
-        self.checks_host = checks_host  # see permits.hpp
         self._task: trio.lowlevel.Task | None = None  # it sleeps while the connection is parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
         self._rest: Untasked | None = None  # what is left of a relayed request begun without it

@@ -35,6 +35,23 @@ cdef extern from "http/plain_head.hpp" namespace "kvd" nogil:
     bint host_is_named "kvd::names_host" (const Text& text)
 
 
+cdef class Parkable:
+    cdef public bint checks_host
+    cdef public double since
+    cdef public object trust
+
+    cpdef note_granted(self, unsigned scope)
+
+
+cdef class _HotRoute:
+    cdef object route         # of http/routes.py
+    cdef str method, path
+    cdef unsigned scope
+    cdef size_t body_limit    # bytes
+    cdef bint relays, waits
+    cdef HotHandler handler   # None if the route's is not compiled
+
+
 cdef class _Arriving:
     cdef char* data
     cdef size_t size, got
@@ -67,17 +84,18 @@ cdef class FastPath:
     cdef int _serve_until(self, int64_t end) except -1
     cdef int _serve_edge(self, const epoll_event& edge) except -1
     cdef int _remind(self) except -1
-    cdef _exhaust(self, connection, int fd)
-    cdef _step(self, connection, int fd)
+    cdef _exhaust(self, Parkable connection, int fd)
+    cdef _step(self, Parkable connection, int fd)
     cdef int _forget(self, int fd) except -1
-    cdef _receive_rest(self, connection, int fd, _Arriving request)
-    cdef _take(self, connection, int fd, const char* data, size_t got)
+    cdef _receive_rest(self, Parkable connection, int fd, _Arriving request)
+    cdef _take(self, Parkable connection, int fd, const char* data, size_t got)
     cdef _Arriving _keep(self, int fd, const char* data, size_t got, size_t size)
-    cdef _answer(self, connection, int fd, route, Text captured)
-    cdef _relayed(self, connection, route)
-    cdef bytes _reported(self, connection, route, int status, double seconds, bytes response)
-    cdef _serve_other(self, connection, int fd, route, Text captured, error)
-    cdef _find(self, Text* captured)
+    cdef _answer(self, Parkable connection, int fd, _HotRoute route, Text captured)
+    cdef _relayed(self, Parkable connection, _HotRoute route)
+    cdef bytes _reported(self, Parkable connection, _HotRoute route, int status, double seconds,
+                         bytes response)
+    cdef _serve_other(self, Parkable connection, int fd, _HotRoute route, Text captured, error)
+    cdef _HotRoute _find(self, Text* captured)
     cdef bint _suits(self, HotHandler handler, const Text& captured)
     cdef _send_answer(self, int fd, bytes head, bytes body, HotHandler handler)
     cdef _send(self, int fd, const char* data, size_t size, bint persists, undoing)

@@ -193,6 +193,38 @@ cdef class _Arriving:
         free(self.data)
 
 
+cdef class Parkable:
+    """What the fast path reads and writes of a connection; the base of `Transport`.
+
+    checks_host  whether requests must name this server as their host (http/permits.hpp)
+    since        when the phase began, or up to a tick earlier: seconds of trio's clock
+    trust        a ClientTrust
+    """
+
+    def __init__(self, bint checks_host):
+        self.checks_host = checks_host
+        self.trust = ClientTrust.NEW
+
+    cpdef note_granted(self, unsigned scope):
+        """Notes that a request of this scope has been granted."""
+        if self.trust is not _KNOWN:
+            self.trust = _KNOWN if scope else ClientTrust.UNKNOWN
+
+
+cdef class _HotRoute:
+    """A hot route, with its members as each request needs them."""
+
+    def __cinit__(self, route not None):
+        self.route = route
+        self.method = route.method
+        self.path = route.path
+        self.scope = route.scope
+        self.body_limit = route.body_limit
+        self.relays = route.relays is not None
+        self.waits = route.waits
+        self.handler = route.handler if isinstance(route.handler, HotHandler) else None
+
+
 cdef class FastPath:
     """The parked connections of one listener."""
 
@@ -201,10 +233,8 @@ cdef class FastPath:
                   RequestCounts counts not None):
         """Takes hot routes by the beginning of their requests (`POST /query`).
 
-        A route has `body_limit` (bytes), `handler`, `scope`, `waits` and `relays`; a connection has
-        `checks_host` (http/permits.hpp), and `since`, `trust` and `note_granted` of the transport
-        (http/transport.py). A request that has to wait, or that `permits` do not grant, is left to
-        the connection's task, which refuses the latter.
+        A request that has to wait, or that `permits` do not grant, is left to the connection's
+        task, which refuses the latter.
 
         patterns   the hot routes with a placeholder: the text before it, the text after it, the
                    route
@@ -224,8 +254,8 @@ cdef class FastPath:
         shared     what connections share: `now`, and `stats` with their `requests`
         counts     counts the answers of each HotHandler
         """
-        self._routes = routes
-        self._patterns = patterns
+        self._routes = {begin: _HotRoute(route) for begin, route in routes.items()}
+        self._patterns = [(begin, end, _HotRoute(route)) for begin, end, route in patterns]
         self._serve = serve
         self._shared = shared
         self._counts = counts
@@ -275,7 +305,7 @@ cdef class FastPath:
             raise OSError(errno, os.strerror(errno))
         return 0
 
-    def park(self, connection, int fd):
+    def park(self, Parkable connection not None, int fd):
         """Takes over a connection whose task is idle; returns None, or what to wake the task with.
 
         Requests that have come already are served first, kStreak of them at most.
@@ -285,7 +315,7 @@ cdef class FastPath:
             self._parked[fd] = connection
         return None if outcome is _TAKEN else outcome
 
-    cdef _exhaust(self, connection, int fd):
+    cdef _exhaust(self, Parkable connection, int fd):
         """Serves until the socket is empty; returns None then, else what `_step` does."""
         cdef int left = kStreak
         cdef int64_t end = now_ns() + kMaxTurnNs
@@ -364,7 +394,7 @@ cdef class FastPath:
     cdef int _serve_edge(self, const epoll_event& edge) except -1:
         """Serves one request of a reported connection, or all if it has reported more than data."""
         cdef int fd = edge.data.fd
-        connection = self._parked.get(fd)
+        cdef Parkable connection = self._parked.get(fd)
         if connection is None:
             return 0
         outcome = self._step(connection, fd)
@@ -386,7 +416,7 @@ cdef class FastPath:
             raise OSError(errno, os.strerror(errno))
         return 0
 
-    cdef _step(self, connection, int fd):
+    cdef _step(self, Parkable connection, int fd):
         """Receives once and serves that; returns None, _TAKEN, or what to wake the task with."""
         cdef ssize_t got
         if self._arriving:
@@ -403,7 +433,7 @@ cdef class FastPath:
             return Handoff(b"", b"", False)
         return self._take(connection, fd, self._buffer, got)
 
-    cdef _receive_rest(self, connection, int fd, _Arriving request):
+    cdef _receive_rest(self, Parkable connection, int fd, _Arriving request):
         """Receives what has come of an arriving request; serves it once it is whole."""
         cdef ssize_t got = 1
         while got > 0 and request.got < request.size:
@@ -417,8 +447,9 @@ cdef class FastPath:
             return _received(request.data, request.got)
         return self._take(connection, fd, request.data, request.got)
 
-    cdef _take(self, connection, int fd, const char* data, size_t got):
+    cdef _take(self, Parkable connection, int fd, const char* data, size_t got):
         """Serves what was received, or keeps it until the rest comes; returns what `_step` does."""
+        cdef _HotRoute route
         cdef Text captured
         cdef size_t size
         if not read_plain_head(data, got, self._head):
@@ -432,7 +463,7 @@ cdef class FastPath:
         if (
             route is None
             or not got <= size <= kBuffer
-            or self._head.length > <size_t>route.body_limit
+            or self._head.length > route.body_limit
             or self._permits.core.judge(
                 self._head.claims, route.scope, connection.checks_host
             ) != Verdict.granted
@@ -455,11 +486,12 @@ cdef class FastPath:
         self._arriving_bytes += size
         return request
 
-    cdef _find(self, Text* captured):
+    cdef _HotRoute _find(self, Text* captured):
         """Returns the route with a placeholder that matches the head's path, or None."""
         cdef Text path = self._head.route
         cdef bytes begin, end
         cdef size_t before, after
+        cdef _HotRoute route
         for begin, end, route in self._patterns:
             before, after = PyBytes_GET_SIZE(begin), PyBytes_GET_SIZE(end)
             if path.size <= before + after or memcmp(path.begin, PyBytes_AS_STRING(begin), before):
@@ -472,20 +504,18 @@ cdef class FastPath:
                 return route
         return None
 
-    cdef _answer(self, connection, int fd, route, Text captured):
+    cdef _answer(self, Parkable connection, int fd, _HotRoute route, Text captured):
         """Answers a whole request; returns what `_step` does, or _LEFT."""
         cdef bytes response
         cdef int64_t started = now_ns()
-        cdef HotHandler handler
-        if route.relays is not None:
+        cdef HotHandler handler = route.handler
+        if route.relays:
             return self._relayed(connection, route)
-        asked = route.handler
         try:
-            if not isinstance(asked, HotHandler) or not self._suits(<HotHandler>asked, captured):
+            if handler is None or not self._suits(handler, captured):
                 if route.waits:
                     return _LEFT
                 return self._serve_other(connection, fd, route, captured, None)
-            handler = <HotHandler>asked
             try:
                 response = handler.answer(self._body, self._head.length, captured, None)
             except Exception as error:
@@ -502,7 +532,7 @@ cdef class FastPath:
         except Exception as error:  # a bug: the connection's task reports it and ends
             return error
 
-    cdef _relayed(self, connection, route):
+    cdef _relayed(self, Parkable connection, _HotRoute route):
         """Hands a whole request to the relay; returns _TAKEN, or what to wake the task with."""
         cdef Text path = self._head.route
         cdef size_t method = <const char*>memchr(path.begin, c" ", path.size) + 1 - path.begin
@@ -511,30 +541,33 @@ cdef class FastPath:
         body = PyBytes_FromStringAndSize(self._body, self._head.length)
         query = as_bytes(self._head.query)
         outcome = self._relay(
-            connection, PlainRequest(route, as_bytes(path), query, headers_of(self._head), body)
+            connection,
+            PlainRequest(route.route, as_bytes(path), query, headers_of(self._head), body),
         )
         return _TAKEN if outcome is None else outcome
 
-    cdef bytes _reported(self, connection, route, int status, double seconds, bytes response):
+    cdef bytes _reported(self, Parkable connection, _HotRoute route, int status, double seconds,
+                         bytes response):
         """Counts and logs an answer that is about to be sent; returns the lines of its head."""
         stats = self._shared.stats
         stats.requests += 1
         connection.since = self._shared.now
-        if connection.trust is not _KNOWN:  # asked here, too: a call takes as long as the rest
-            connection.note_granted(route.scope)
+        connection.note_granted(route.scope)
         self._counts.observe(route.path, route.method, status, seconds)
         lines = self.created_lines if status == kCreated else self.lines
         if self.logged:
             size = PyBytes_GET_SIZE(response)
-            lines += self._log(connection, route, status, seconds, size, headers_of(self._head))
+            lines += self._log(
+                connection, route.route, status, seconds, size, headers_of(self._head)
+            )
         return lines
 
-    cdef _serve_other(self, connection, int fd, route, Text captured, error):
+    cdef _serve_other(self, Parkable connection, int fd, _HotRoute route, Text captured, error):
         """Lets `serve` make the answer, or word the `error` that the handler raised; sends it."""
         cdef bytes response
         response, persists, undo = self._serve(
             connection,
-            route,
+            route.route,
             as_bytes(captured),
             as_bytes(self._head.query),
             headers_of(self._head),

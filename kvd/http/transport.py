@@ -24,7 +24,7 @@ from math import inf
 
 import trio
 
-from kvd.http.fast_path import has_left
+from kvd.http.fast_path import Parkable, has_left
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.http.permits import ClientTrust
 
@@ -147,18 +147,18 @@ class SocketStream(ByteStream):
         return False
 
 
-class Transport:
+class Transport(Parkable):
     """Receives from and sends to one client."""
 
-    __slots__ = ("buffer", "fd", "phase", "shared", "since", "stream", "trust")
+    __slots__ = ("buffer", "fd", "phase", "shared", "stream")
 
-    def __init__(self, stream: ByteStream, shared: Shared) -> None:
+    def __init__(self, stream: ByteStream, shared: Shared, checks_host: bool) -> None:
+        super().__init__(checks_host)
         self.stream = stream
         self.shared = shared
         self.buffer = b""  # received and not consumed: at most one receive and one head
         self.phase = ConnectionPhase.IDLE
-        self.since = shared.now  # when the phase began, or up to a tick earlier
-        self.trust = ClientTrust.NEW
+        self.since = shared.now
         self.fd = stream.sock.fileno()
 
     @property
@@ -230,11 +230,6 @@ class Transport:
         """Ends a connection for another one; a request that has just come is still served."""
         self.since = inf
         self._shut(socket.SHUT_RD if self.phase is ConnectionPhase.IDLE else socket.SHUT_RDWR)
-
-    def note_granted(self, scope: int) -> None:
-        """Notes that a request of this scope has been granted."""
-        if self.trust is not ClientTrust.KNOWN:
-            self.trust = ClientTrust.KNOWN if scope else ClientTrust.UNKNOWN
 
     def close_if_idle(self) -> None:
         """Ends an idle connection; if a request has just arrived, its answer ends it instead."""

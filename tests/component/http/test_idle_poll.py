@@ -20,7 +20,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
-from kvd.http.fast_path import ALL, NOTHING, FastPath, serve_between
+from kvd.http.fast_path import ALL, NOTHING, FastPath, Parkable, serve_between
 from kvd.http.idle_poll import (
     EPOLL,
     RUNNABLE,
@@ -384,7 +384,7 @@ def test_a_bug_between_passes_ends_the_run() -> None:
         fast_path = fast_path_with(wake)
         with one, other, polled_when_idle(fast_path, Turn.REQUESTS, 10**6) as here:
             fast_path.add(other.fileno())
-            assert fast_path.park(object(), other.fileno()) is None
+            assert fast_path.park(Parkable(False), other.fileno()) is None
             here.warm = True
             one.send(b"no request")
             await trio.lowlevel.wait_readable(fast_path.fileno())
