@@ -89,10 +89,6 @@ class Pool:
     @property
     def blocks(self) -> int: ...
     def match(self, local_hashes: bytes, sequence_hashes: bytes, isl_tokens: int) -> None: ...
-    # For tests alone: handlers pass hashes to `match`, or token ids.
-    def match_body(
-        self, scanner: BodyScanner, local_hashes: int, sequence_hashes: int, isl_tokens: int
-    ) -> None: ...
     def match_tokens(
         self,
         scanner: BodyScanner,

@@ -239,16 +239,6 @@ cdef class Pool:
         self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
         self.match_prompt()
 
-    def match_body(self, BodyScanner scanner not None, int local_hashes, int sequence_hashes,
-                   uint64_t isl_tokens):
-        """Matches the hashes in two arrays of a scanned body, given by their positions."""
-        cdef size_t locals_ = 0, rolling = 0
-        cdef const uint64_t* local = scanner.u64(local_hashes, &locals_)
-        cdef const uint64_t* sequence = scanner.u64(sequence_hashes, &rolling)
-        bounded(isl_tokens)
-        self.c.prompt().take_hashes(local, locals_, sequence, rolling, isl_tokens)
-        self.match_prompt()
-
     def match_tokens(self, BodyScanner scanner not None, int array, str lora_name=None,
                      str cache_salt=None, unique=None, *, bint eagle=False):
         """Matches the token ids of a scanned body; their number is the prompt's length.

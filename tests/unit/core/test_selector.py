@@ -839,15 +839,10 @@ def test_booking_what_was_looked_at() -> None:
     assert (row.live_blocks, row.potential_decode_blocks) == (4, 7)
 
 
-def test_bodies_with_hashes() -> None:
+def test_a_prompt_has_at_most_so_many_tokens() -> None:
     fleet = one(2)
-    scanner = BodyScanner(arrays={"sequence_hashes": "i64", "block_hashes": "i64"})
-    scanner.scan(compact({"block_hashes": [-1, 1, 2], "sequence_hashes": [-1, 5, 6]}))
-    fleet.pool.match_body(scanner, 1, 0, 48)
-    assert fleet.pool.explained(0, DEFAULTS).cached_tokens == 32
-    assert fleet.pool.hold().sequence_hashes == packed([2**64 - 1, 5, 6])
     with pytest.raises(OverflowError):
-        fleet.pool.match_body(scanner, 1, 0, MAX_ISL_TOKENS + 1)
+        fleet.match(0, MAX_ISL_TOKENS + 1)
 
 
 def test_long_prompts_leave_no_memory_behind() -> None:
