@@ -67,7 +67,7 @@ class Bench:
     logs: Path
     seconds: float
 
-    def load(self, server: Server, streams: int) -> dict[str, Option]:
+    def load(self, streams: int) -> dict[str, Option]:
         asked: dict[str, Option] = {"kind": "query", "tokens": 512, "hit": 0.5, "conns": 1}
         return {**asked, "secs": self.seconds, "warm": WARM_S, **data(streams)}
 
@@ -149,7 +149,7 @@ def nothing() -> None:
 
 def events(bench: Bench, streams: int) -> None:
     with bench.filled(streams) as (server, hold):
-        asked = bench.load(server, streams)
+        asked = bench.load(streams)
         bench.measure(f"{streams} streams, no events", server, asked, nothing)
         for rate in RATES:
             order = f"churn {rate} {bench.seconds / 2:g} {EVENT_BLOCKS}"
@@ -166,7 +166,7 @@ def events(bench: Bench, streams: int) -> None:
 
 def dump(bench: Bench) -> None:
     with bench.filled(8) as (server, _):
-        bench.measure("dumps", server, bench.load(server, 8), asking(server, "/dump"))
+        bench.measure("dumps", server, bench.load(8), asking(server, "/dump"))
 
 
 def cold(bench: Bench) -> None:
@@ -180,12 +180,12 @@ def cold(bench: Bench) -> None:
             else:
                 ask(server.port, "GET", path)
 
-        bench.measure("the first dump, which loads Quart", server, bench.load(server, 8), once)
+        bench.measure("the first dump, which loads Quart", server, bench.load(8), once)
 
 
 def scrape(bench: Bench) -> None:
     with bench.filled(512) as (server, _):
-        asked = bench.load(server, 512)
+        asked = bench.load(512)
         bench.measure("scrapes, 512 streams", server, asked, asking(server, "/metrics"))
 
 
@@ -200,7 +200,7 @@ def snapshot(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--state-dir={folder}", "--snapshot-s=0.01"
         with bench.filled(8, *flags) as (server, _):
-            bench.measure("snapshots", server, bench.load(server, 8), nothing)
+            bench.measure("snapshots", server, bench.load(8), nothing)
 
 
 def recovery(bench: Bench) -> None:
@@ -210,7 +210,7 @@ def recovery(bench: Bench) -> None:
         peers = "--peers", f"http://{donor.address}"
         contender = replace(bench.contender, command=(*bench.contender.command, *own, *peers))
         with running(contender, bench.logs) as server:
-            bench.measure("recovery from a peer", server, bench.load(server, 8), nothing)
+            bench.measure("recovery from a peer", server, bench.load(8), nothing)
 
 
 def unregistration(bench: Bench) -> None:
@@ -225,7 +225,7 @@ def unregistration(bench: Bench) -> None:
                 ask(server.port, "POST", "/unregister", {"instance_id": worker, **MODEL})
 
         case = "511 of 512 workers unregistered, one by one"
-        bench.measure(case, server, bench.load(server, 512), leave)
+        bench.measure(case, server, bench.load(512), leave)
 
 
 def selections(bench: Bench) -> None:
@@ -300,7 +300,7 @@ def listeners(bench: Bench) -> None:
             time.sleep(STAY_S)
 
         case = f"a worker with {LISTENERS} listeners comes and goes"
-        bench.measure(case, server, bench.load(server, 8), come_and_go)
+        bench.measure(case, server, bench.load(8), come_and_go)
 
 
 def fleet(bench: Bench) -> None:
@@ -319,7 +319,7 @@ def fleet(bench: Bench) -> None:
                     time.sleep(2 * STAY_S)
 
             case = f"{LISTENERS} workers of a fleet file come and go"
-            bench.measure(case, server, bench.load(server, 8), come_and_go)
+            bench.measure(case, server, bench.load(8), come_and_go)
 
 
 @contextmanager

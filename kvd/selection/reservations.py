@@ -85,7 +85,7 @@ class Reservations(LiveRequests[Candidates]):
     ) -> Receipt[Candidates]:
         """Books the prompt that the pool has matched; raises as `_admitted` does."""
         now = self.clock()
-        tokens = self._add(candidates, ask, reservation_id, chosen, now)
+        tokens = self._add(ask, reservation_id, chosen, now)
         self._added(candidates, ask, reservation_id, chosen, tokens, now)
         return Receipt(candidates, reservation_id, now)
 
@@ -99,9 +99,9 @@ class Reservations(LiveRequests[Candidates]):
     ) -> Receipt[Candidates]:
         """Books both phases or neither, the prefill phase under an id of its own."""
         now, prefill_id = self.clock(), reservation_id + PREFILL_SUFFIX
-        tokens = self._add(candidates, ask, prefill_id, prefill, now)
+        tokens = self._add(ask, prefill_id, prefill, now)
         try:
-            none = self._add(candidates, ask, reservation_id, decode, now)
+            none = self._add(ask, reservation_id, decode, now)
         except (KvdError, MemoryError):
             candidates.ledger.free(prefill_id)
             raise
@@ -109,14 +109,7 @@ class Reservations(LiveRequests[Candidates]):
         self._added(candidates, ask, prefill_id, prefill, tokens, now)
         return Receipt(candidates, reservation_id, now, prefill_id)
 
-    def _add(
-        self,
-        candidates: Candidates,
-        ask: SelectRequest,
-        reservation_id: str,
-        chosen: Choice,
-        now: float,
-    ) -> int:
+    def _add(self, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float) -> int:
         """Adds a booking to the ledger; returns the tokens that it counts."""
         pool = chosen.ranks.pool
         tokens = booked_tokens(pool, chosen.settings, chosen.position)
