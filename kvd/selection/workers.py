@@ -267,28 +267,12 @@ class Workers:
         # Shielded: a client that goes away must not leave half a worker behind.
         with trio.CancelScope(shield=True):
             await trio.lowlevel.checkpoint()  # it may be one of a thousand workers in a row
-            leaving: list[int] = []
-            if before is not None:
-                await self._fall_silent(before, after)
-                leaving = [each for each in before.ranks if not _stays(before, after, each)]
-                if after is None or not self._fits_with(before, after):
-                    self._take_out(before)
-                    if after is not None:
-                        await self._drop_ranks(before, leaving)
-                        leaving = []
+            leaving = [] if before is None else await self._begin_leaving(before, after)
             if new is None and old is not None:
                 del self.entries[old.record.worker_id]
                 self._blocked.discard(old.record.worker_id)
-            if after is not None:
-                try:
-                    for _ in REQUESTS.each(self._join(after, before)):
-                        await trio.lowlevel.checkpoint()
-                except KvdError as error:  # another face has taken the rank meanwhile
-                    await self._fall_silent(after, None)
-                    for record in (after,) if before is None else (after, before):
-                        self._take_out(record)
-                    await self._drop_ranks(after, after.ranks)
-                    new = CatalogEntry(after, [str(error)], blocked=True)
+            if after is not None and (obstacle := await self._join_or_undo(after, before)):
+                new = CatalogEntry(after, [obstacle], blocked=True)
             if new is not None:
                 self._enter(new)
             if before is not None and leaving:
@@ -296,6 +280,38 @@ class Workers:
                     self._on_change()
                 await self._drop_ranks(before, leaving)
         return new or old  # type: ignore[return-value]
+
+    async def _begin_leaving(self, before: WorkerRecord, after: WorkerRecord | None) -> list[int]:
+        """Ends the listeners that the new record does not have.
+
+        If the new ranks cannot join beside the old ones, these leave now, with their bookings.
+        Returns the ranks that are still to be dropped once the new ones have joined.
+        """
+        await self._fall_silent(before, after)
+        leaving = [each for each in before.ranks if not _stays(before, after, each)]
+        if after is None:
+            self._take_out(before)
+        elif not self._fits_with(before, after):
+            self._take_out(before)
+            await self._drop_ranks(before, leaving)
+            return []
+        return leaving
+
+    async def _join_or_undo(self, after: WorkerRecord, before: WorkerRecord | None) -> str | None:
+        """Makes a worker selectable in slices; returns what is in its way, None if nothing is.
+
+        If something is, neither the worker nor what it was `before` can be selected any more.
+        """
+        try:
+            for _ in REQUESTS.each(self._join(after, before)):
+                await trio.lowlevel.checkpoint()
+        except KvdError as error:  # another face has taken the rank meanwhile
+            await self._fall_silent(after, None)
+            for record in (after,) if before is None else (after, before):
+                self._take_out(record)
+            await self._drop_ranks(after, after.ranks)
+            return str(error)
+        return None
 
     def _fits_with(self, before: WorkerRecord, after: WorkerRecord) -> bool:
         """Returns whether a worker's new ranks can join while its old ranks are in the ledger."""
