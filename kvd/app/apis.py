@@ -167,8 +167,9 @@ def _choices(
 ) -> Choices:
     if config.gateway_kvd is None:
         return LocalChoices(selections, registry)
-    deadline_and_token = config.gateway_kvd_s, config.gateway_kvd_token
-    return RemoteChoices(config.gateway_kvd, exchanges, dialer, *deadline_and_token)
+    return RemoteChoices(
+        config.gateway_kvd, exchanges, dialer, config.gateway_kvd_s, config.gateway_kvd_token
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class Apis:
 
     def routes(
         self,
-        known: Components,
+        parts: Components,
         config: Callable[[], Config],
         shared: SharedStatus,
         sources: Sequence[Source],
@@ -266,88 +267,88 @@ class Apis:
         """
         dumps = indexer.dumps_bound(config().max_dumps)
         tests = config().test_endpoints
-        routes = self._all_routes(known, dumps, shared, test_endpoints=tests)
-        own = self._sources(known, config, dumps)
+        routes = self._all_routes(parts, dumps, shared, test_endpoints=tests)
+        own = self._sources(parts, config, dumps)
         directory = RouteDirectory(routes)
         for face in self.served:
             shown = face.families, *own[face], *sources
-            show = known.gateway.metrics_route if face is self.gateway else metrics_route
+            show = parts.gateway.metrics_route if face is self.gateway else metrics_route
             yield face, (*routes[face], show(shown)), partial(directory.not_found, face)
 
     def _all_routes(
         self,
-        known: Components,
+        parts: Components,
         dumps: ConcurrencyLimit,
         shared: SharedStatus,
         *,
         test_endpoints: bool,
     ) -> dict[ApiServer, tuple[Route, ...]]:
-        state, registry = known.state, known.registry
-        of_replicas = replica_sync.routes(known.replicas)
+        state, registry = parts.state, parts.registry
+        of_replicas = replica_sync.routes(parts.replicas)
         return {
             self.indexer: indexer.routes(
-                state, registry, known.peers, dumps, test_endpoints=test_endpoints
+                state, registry, parts.peers, dumps, test_endpoints=test_endpoints
             ),
             self.slot_tracker: (
-                *slot_tracker.routes(known.slots),
+                *slot_tracker.routes(parts.slots),
                 *of_replicas,
             ),
             self.selection: (
-                *selection_routes(known.selections, shared),
+                *selection_routes(parts.selections, shared),
                 indexer.dump_route(state, dumps),
                 *of_replicas,
             ),
-            self.conductor: conductor.routes(state, known.publishers),
-            self.gateway: known.gateway.routes(),
+            self.conductor: conductor.routes(state, parts.publishers),
+            self.gateway: parts.gateway.routes(),
         }
 
     def _sources(
-        self, known: Components, config: Callable[[], Config], dumps: ConcurrencyLimit
+        self, parts: Components, config: Callable[[], Config], dumps: ConcurrencyLimit
     ) -> dict[ApiServer, list[Source]]:
         """Returns the sources of each face's own metrics."""
-        blocks = partial(indexer.families, known.state, known.registry, dumps)
-        slots, selections = known.slots, known.selections
+        blocks = partial(indexer.families, parts.state, parts.registry, dumps)
+        slots, selections = parts.slots, parts.selections
         answered = self.selection.requests
         return {
-            self.indexer: [blocks, partial(_recovery_families, known)],
+            self.indexer: [blocks, partial(_recovery_families, parts)],
             self.slot_tracker: [
                 lambda: slot_families(slots, config().metrics_ranks),
-                known.replicas.families,
+                parts.replicas.families,
             ],
             self.selection: [
                 blocks,
-                known.replicas.families,
+                parts.replicas.families,
                 partial(booking_families, selections),
                 lambda: choice_families(selections, answered, config().metrics_ranks),
                 lambda: speed_families(selections, config().metrics_ranks),
             ],
-            self.gateway: [blocks, known.gateway.families],
-            self.conductor: [partial(conductor_listings.families, known.state, known.publishers)],
+            self.gateway: [blocks, parts.gateway.families],
+            self.conductor: [partial(conductor_listings.families, parts.state, parts.publishers)],
         }
 
-    def targets(self, known: Components) -> dict[str, RegistrationTarget]:
+    def targets(self, parts: Components) -> dict[str, RegistrationTarget]:
         """Returns the targets that register entries of the fleet file, by table."""
         targets: dict[ApiServer, tuple[str, RegistrationTarget]] = {
-            self.indexer: ("indexer", IndexerTarget(known.registry)),
-            self.slot_tracker: ("slot_tracker", SlotTrackerTarget(known.slots)),
-            self.selection: ("selection", SelectionTarget(known.selections.workers)),
-            self.conductor: ("conductor", ConductorTarget(known.publishers)),
-            self.gateway: ("upstream", UpstreamTarget(known.gateway.upstreams)),
+            self.indexer: ("indexer", IndexerTarget(parts.registry)),
+            self.slot_tracker: ("slot_tracker", SlotTrackerTarget(parts.slots)),
+            self.selection: ("selection", SelectionTarget(parts.selections.workers)),
+            self.conductor: ("conductor", ConductorTarget(parts.publishers)),
+            self.gateway: ("upstream", UpstreamTarget(parts.gateway.upstreams)),
         }
         found = dict(targets[face] for face in self.served)
         if "selection" in found:
-            found["policy"] = PolicyTarget(known.selections.tuning)
-        if known.replicas.are_on:
-            found["replica"] = ReplicaTarget(known.replicas)
+            found["policy"] = PolicyTarget(parts.selections.tuning)
+        if parts.replicas.are_on:
+            found["replica"] = ReplicaTarget(parts.replicas)
         return found
 
 
-def _recovery_families(known: Components) -> Iterator[Family]:
-    stats = known.recovery
+def _recovery_families(parts: Components) -> Iterator[Family]:
+    stats = parts.recovery
     help = "Number of attempts to recover from a peer, by outcome"
     name = "kvd_recovery_attempts_total"
     yield by_label(name, "counter", help, "outcome", stats.attempts)
     yield gauge("kvd_recovery_blocks", "Number of blocks recovered from a peer", stats.blocks)
     yield gauge("kvd_recovery_seconds", "Seconds taken to recover from a peer", stats.seconds)
     help = "Number of peers refused at the limit"
-    yield counter("kvd_peers_refused_total", help, known.peers.refused)
+    yield counter("kvd_peers_refused_total", help, parts.peers.refused)
