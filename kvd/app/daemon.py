@@ -142,6 +142,16 @@ class DescriptorBounds:
     waiting: int  # selections that wait
 
 
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """The ledgers of all faces, and what records their bookings."""
+
+    ledgers: Ledgers
+    journal: Journal | None  # of the state directory
+    shared_journal: Journal | None  # of the state that replicas share
+    deduplicator: Deduplicator | None  # of bookings that come by shared state and replica sync
+
+
 def run(
     config: Config,
     reader: ConfigReader,
@@ -276,24 +286,15 @@ class _Daemon:
             begin=self._serving,
             space=ports.space,
         )
-        journal = None if store is None else store.journal
-        shared_journal = None if config.state_server is None else Journal(MAX_WAITING_BYTES)
-        deduplicator = (
-            None if shared_journal is None else Deduplicator(shared_journal, trio.current_time)
-        )
-        if deduplicator is not None:
-            deduplicator.pause()  # restored bookings were reported by the process before
-        journals = [each for each in (journal, shared_journal) if each is not None]
-        ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
-        accounts = ledgers, journal, deduplicator
+        accounts = _accounts(config, store)
         self._parts = _components(
-            config, bounds, ports, self._listeners, context, listening, identity, *accounts
+            config, bounds, ports, self._listeners, context, listening, identity, accounts
         )
         self._targets = ports.apis.targets(self._parts)
         self._fleet = _fleet_file(config, ports, self._targets)
         registrations = _registrations(self._parts, config, self._fleet)
-        self._keeper = _keeper(store, self._parts, ledgers, registrations)
-        self._shared = self._share(config, shared_journal, ledgers, deduplicator, registrations)
+        self._keeper = _keeper(store, self._parts, accounts.ledgers, registrations)
+        self._shared = self._share(config, accounts, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
         diagnosed = _diagnosed(self._parts, ports, self._keeper, decisions)
@@ -321,14 +322,10 @@ class _Daemon:
             self._sources.append(_log_decisions(decisions, self._parts.selections, config).families)
 
     def _share(
-        self,
-        config: Config,
-        shared_journal: Journal | None,
-        ledgers: Ledgers,
-        deduplicator: Deduplicator | None,
-        registrations: Registrations,
+        self, config: Config, accounts: Accounts, registrations: Registrations
     ) -> SharedState | NoSharedState:
-        if config.state_server is None or shared_journal is None or deduplicator is None:
+        journal, deduplicator = accounts.shared_journal, accounts.deduplicator
+        if config.state_server is None or journal is None or deduplicator is None:
             return NoSharedState()
         # Takes 18 MB of memory, so only a process that shares state loads it.
         from kvd.shared_state.catalog import Catalog
@@ -336,8 +333,8 @@ class _Daemon:
 
         return SharedState(
             config.state_server,
-            shared_journal,
-            ledgers,
+            journal,
+            accounts.ledgers,
             deduplicator,
             self._parts.slots,
             self._parts.selections,
@@ -567,6 +564,18 @@ class _Daemon:
         yield by_label("kvd_outgoing_refused_total", "counter", help, "at", stages)
 
 
+def _accounts(config: Config, store: StateStore | None) -> Accounts:
+    journal = None if store is None else store.journal
+    shared_journal = deduplicator = None
+    if config.state_server is not None:
+        shared_journal = Journal(MAX_WAITING_BYTES)
+        deduplicator = Deduplicator(shared_journal, trio.current_time)
+        deduplicator.pause()  # restored bookings were reported by the process before
+    journals = [each for each in (journal, shared_journal) if each is not None]
+    ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
+    return Accounts(ledgers, journal, shared_journal, deduplicator)
+
+
 def _components(
     config: Config,
     bounds: DescriptorBounds,
@@ -575,21 +584,21 @@ def _components(
     context: Context,
     listening: trio.Nursery,
     identity: ProcessIdentity | None,
-    ledgers: Ledgers,
-    journal: Journal | None,
-    deduplicator: Deduplicator | None,
+    accounts: Accounts,
 ) -> Components:
     """Returns the parts that the faces serve, all empty; tasks for replicas run in `listening`."""
-    limits = config.index_max_blocks, config.max_partitions
     clock = trio.lowlevel.current_clock().current_time  # two calls less than trio.current_time
     chronicle = None
     if config.index_chronicle:
         chronicle = Chronicle(config.index_chronicle, clock())
-    state = State(config.hash_seed, *limits, ports.served, chronicle)
-    shared = ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
-    registry = Registry(state, listeners, *shared)
+    state = State(
+        config.hash_seed, config.index_max_blocks, config.max_partitions, ports.served, chronicle
+    )
+    capacity = ListenerCapacity(bounds.listeners)
+    registry = Registry(state, listeners, capacity, ports.outgoing, config.engine_stale_s)
+    publishers = Publishers(state, listeners, capacity, ports.outgoing, config.engine_stale_s)
     slots = SlotTrackers(
-        config.request_expiry_s, ledgers, config.max_partitions, clock, ports.served
+        config.request_expiry_s, accounts.ledgers, config.max_partitions, clock, ports.served
     )
     selections = Selections(
         state,
@@ -599,20 +608,20 @@ def _components(
         Random(),
         clock,
         time.time_ns,
-        ledgers,
+        accounts.ledgers,
         Readiness(config.min_initial_workers, len(config.peers)),
         bounds.waiting,
-        journal,
+        accounts.journal,
     )
     return Components(
         state,
         registry,
         Peers(config.peers, ports.outgoing),
         RecoveryStats(),
-        Publishers(state, listeners, *shared),
+        publishers,
         slots,
         selections,
-        ports.sync.start(listening, context, slots, selections, deduplicator),
+        ports.sync.start(listening, context, slots, selections, accounts.deduplicator),
         Gateway(config, selections, registry, ports.dialer, identity),
     )
 
@@ -638,8 +647,14 @@ def _diagnosed(
 
 
 def _pictured(parts: Components, ports: Ports) -> PicturedParts:
-    own = parts.state, parts.registry, parts.publishers, parts.slots, parts.selections
-    return PicturedParts(*own, ports.apis.served)
+    return PicturedParts(
+        parts.state,
+        parts.registry,
+        parts.publishers,
+        parts.slots,
+        parts.selections,
+        ports.apis.served,
+    )
 
 
 def _open_store(config: Config, opened: ExitStack) -> StateStore | None:
@@ -681,9 +696,18 @@ def _keeper(
 ) -> Keeper | NoKeeper:
     if store is None:
         return NoKeeper()
-    accounts = ledgers, parts.slots, parts.selections
-    index = parts.state, parts.registry, parts.publishers
-    return Keeper(store, *index, *accounts, parts.peers, registrations, trio.current_time)
+    return Keeper(
+        store,
+        parts.state,
+        parts.registry,
+        parts.publishers,
+        ledgers,
+        parts.slots,
+        parts.selections,
+        parts.peers,
+        registrations,
+        trio.current_time,
+    )
 
 
 def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
