@@ -82,6 +82,12 @@ def engine(context: zmq.Context, publish: Publish, nursery: trio.Nursery) -> Eng
     return made
 
 
+@pytest.fixture
+def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortens the pause that spares engines questions."""
+    monkeypatch.setattr("kvd.net.listener.ASK_AGAIN_S", 0.01)
+
+
 async def listen(
     engine: Engine,
     context: zmq.Context,
@@ -151,6 +157,7 @@ async def test_it_comes_back_and_says_nothing(
     assert health_and_restarts(listening) == ("exact", 1)
 
 
+@pytest.mark.usefixtures("asked_again_soon")
 async def test_it_restarts_again_while_it_is_asked(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
@@ -197,6 +204,7 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
     assert engine.server.requests == ([57, 57 + missed + 1] if missed == 1000 else [57])
 
 
+@pytest.mark.usefixtures("asked_again_soon")
 async def test_who_does_not_answer_is_asked_again(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
@@ -241,6 +249,7 @@ async def test_an_unanswered_question_spares_no_gap_its_replay(
     assert health_and_restarts(listening) == ("exact", 0 if is_same else 1)
 
 
+@pytest.mark.usefixtures("asked_again_soon")
 async def test_another_connection_is_not_spared_for_the_silence_over_the_one_before(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
