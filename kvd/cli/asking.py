@@ -9,6 +9,8 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvd.config.parsers import Bind
 
 Command = Callable[[Mapping[str, object]], CommandResult]
+AskingCommand = Callable[[Mapping[str, object], "AskedDaemon"], CommandResult]
 GivenSettings = Callable[[argparse.ArgumentParser, argparse.Namespace], dict[str, object]]
 
 # Where the addresses of the daemon come from.
@@ -31,6 +34,15 @@ ADDRESSES = (
     f"an address, a gateway at {settings.DEFAULT_GATEWAY_BIND} is asked, too."
 )
 FIRST_FACE = f"{ADDRESSES} The first face that answers is asked."
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDaemon:
+    """The faces of a daemon, and a client to ask them."""
+
+    faces: dict[str, Bind]
+    unnamed: set[str]  # faces whose address nobody has set
+    client: FaceClient
 
 
 def add_status(commands: Any) -> None:
@@ -198,88 +210,79 @@ def asking_settings(
     return {name: getattr(args, name, None) for name in names}
 
 
-def _complain_of_form(error: Exception) -> None:
-    """Says why the answers of a daemon cannot be shown: they are another version's."""
-    from kvd.cli import face_client
+def asks(command: AskingCommand) -> Command:
+    """Makes a command of a function that asks a daemon.
 
-    logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+    If the daemon cannot be asked, the command writes the reason to standard error.
+    """
+
+    @wraps(command)
+    def run(given: Mapping[str, object]) -> CommandResult:
+        from kvd.cli import face_client
+
+        try:
+            daemon = _daemon(given)
+        except (config.StartError, OSError) as error:
+            logs.complain(error)
+            return "", face_client.EXIT_UNREACHABLE
+        try:
+            return command(given, daemon)
+        except face_client.Unreached as error:
+            logs.complain(config.StartError(f"kvd does not answer: {error}"))
+        except face_client.OTHER_FORM as error:
+            logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+        return "", face_client.EXIT_UNREACHABLE
+
+    return run
 
 
-def show_status(given: Mapping[str, object]) -> CommandResult:
+@asks
+def show_status(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResult:
     from kvd.cli import face_client, status
 
-    asked = _asking(given)
-    if asked is None:
-        return "", status.UNREACHABLE
-    faces, unnamed, client = asked
+    if not daemon.faces:
+        raise face_client.Unreached(face_client.ALL_OFF)
     # No rate can be measured over no time.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    if not faces:
-        logs.complain(config.StartError("every face is off"))
-        return "", status.UNREACHABLE
-    may_lack = unnamed if "gateway" in faces else ()
-    try:
-        shown = status.figures(status.check(faces, interval_s, client, may_lack))
-        # Clients choose names: some could look like lines of kvd's, or control the terminal.
-        text = "\n".join(map(logs.plain, status.text(shown)))
-        text = json.dumps(shown, indent=1) if given["json"] else text
-        return f"{text}\n", status.exit_code(shown)
-    except face_client.OTHER_FORM as error:
-        _complain_of_form(error)
-        return "", status.UNREACHABLE
+    may_lack = daemon.unnamed if "gateway" in daemon.faces else ()
+    shown = status.figures(status.check(daemon.faces, interval_s, daemon.client, may_lack))
+    # Clients choose names: some could look like lines of kvd's, or control the terminal.
+    text = "\n".join(map(logs.plain, status.text(shown)))
+    text = json.dumps(shown, indent=1) if given["json"] else text
+    return f"{text}\n", status.exit_code(shown)
 
 
-def show_findings(given: Mapping[str, object]) -> CommandResult:
-    from kvd.cli import doctor, face_client
+@asks
+def show_findings(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResult:
+    from kvd.cli import doctor
 
-    asked = _asking(given)
-    if asked is None:
-        return "", doctor.UNREACHABLE
-    faces, _, client = asked
-    try:
-        found = doctor.examine(faces, client, probes=not given["no_probe"])
-        text = "\n".join(map(logs.plain, doctor.text(found)))
-        text = json.dumps({"findings": found}, indent=1) if given["json"] else text
-        return f"{text}\n", doctor.exit_code(found)
-    except face_client.Unreached as error:
-        logs.complain(config.StartError(f"kvd does not answer: {error}"))
-    except face_client.OTHER_FORM as error:
-        _complain_of_form(error)
-    return "", doctor.UNREACHABLE
+    found = doctor.examine(daemon.faces, daemon.client, probes=not given["no_probe"])
+    text = "\n".join(map(logs.plain, doctor.text(found)))
+    text = json.dumps({"findings": found}, indent=1) if given["json"] else text
+    return f"{text}\n", doctor.exit_code(found)
 
 
-def explain(given: Mapping[str, object]) -> CommandResult:
+@asks
+def explain(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResult:
     from kvd.cli import explain as explaining  # here, as few commands need to load Rich
     from kvd.cli import face_client
 
-    asked = _asking(given)
-    if asked is None:
-        return "", explaining.UNREACHABLE
-    faces, _, client = asked
     try:
         body = explaining.question(given)
-        found = explaining.ask(faces, client, body)
-        text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
-        return text, explaining.EXPLAINED
+        found = explaining.ask(daemon.faces, daemon.client, body)
     except (explaining.WrongPrompt, face_client.FaceRefused) as error:
         logs.complain(config.StartError(str(error)))
         return "", explaining.REFUSED
-    except face_client.Unreached as error:
-        logs.complain(config.StartError(f"kvd does not answer: {error}"))
-    except face_client.OTHER_FORM as error:
-        _complain_of_form(error)
-    return "", explaining.UNREACHABLE
+    text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
+    return text, explaining.EXPLAINED
 
 
-def watch(given: Mapping[str, object]) -> CommandResult:
+@asks
+def watch(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResult:
     from kvd.cli import status, top  # here, as no other command needs to load Rich
 
-    asked = _asking(given)
-    if asked is None:
-        return "", status.UNREACHABLE
-    faces, _, client = asked
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
-    return "", top.run(faces, client, interval_s)
+    return "", top.run(daemon.faces, daemon.client, interval_s)
 
 
 def reload(given: Mapping[str, object]) -> CommandResult:
@@ -294,31 +297,24 @@ def reload(given: Mapping[str, object]) -> CommandResult:
     return text, 0
 
 
-def _asking(
-    given: Mapping[str, object],
-) -> tuple[dict[str, Bind], set[str], FaceClient] | None:
-    """Returns the faces, those whose address nobody has named, and a client to ask them.
+def _daemon(given: Mapping[str, object]) -> AskedDaemon:
+    """Returns the daemon that the settings name; raises StartError and OSError.
 
-    If the daemon cannot be asked, writes the reason to standard error and returns None. Without a
-    file, the service's is read. If there is neither a file nor an address, the daemon may be
-    `kvd gateway`, so its default address is added.
+    Without a file, the service's is read. If there is neither a file nor an address, the daemon may
+    be `kvd gateway`, so its default address is added.
     """
     from kvd.cli import face_client
 
     config_file = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
     if not config_file and os.access(config.SERVICE_FILE, os.R_OK):
         config_file = config.SERVICE_FILE
-    try:
-        held = config.resolve({**given, config.CONFIG: config_file}, os.environ)
-        token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
-        own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
-        client = face_client.FaceClient(token, held["tls_certfile"].value, *own)
-    except (config.StartError, OSError) as error:
-        logs.complain(error)
-        return None
+    held = config.resolve({**given, config.CONFIG: config_file}, os.environ)
+    token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
+    own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
+    client = face_client.FaceClient(token, held["tls_certfile"].value, *own)
     binds = {name: held[face_client.setting_of(name)] for name in face_client.FACES}
     unnamed = {name for name, bind in binds.items() if bind.source == config.BY_DEFAULT}
     faces = face_client.addresses({name: bind.value for name, bind in binds.items()})
     if not config_file and unnamed == set(binds):
         faces["gateway"] = settings.DEFAULT_GATEWAY_BIND
-    return faces, unnamed, client
+    return AskedDaemon(faces, unnamed, client)

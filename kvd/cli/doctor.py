@@ -19,7 +19,7 @@ from kvd.cli.face_client import FaceClient, ask_first
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import DIAGNOSE_PATH
 
-WELL, ILL, UNREACHABLE = 0, 1, 2  # exit codes
+WELL, ILL = 0, 1  # exit codes
 
 # Time for an answer: the daemon probes engines for ten seconds at most.
 TIMEOUT_S = 30.0

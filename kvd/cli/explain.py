@@ -23,7 +23,7 @@ from kvd.config.parsers import U64_DIGITS, Bind
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.telemetry.logs import plain
 
-EXPLAINED, REFUSED, UNREACHABLE = 0, 1, 2  # exit codes
+EXPLAINED, REFUSED = 0, 1  # exit codes
 
 TIMEOUT_S = 30.0  # for an answer
 PIPED_COLUMNS = 140  # width of the output if it is not a terminal
@@ -166,10 +166,10 @@ def _choice(choice: Json) -> Iterator[str]:
         yield f"{phase}{way}{unit}"
     if chosen is not None:
         chance = "" if chosen["chance"] == 1 else f" by a chance of {chosen['chance']:.1%}"
-        yield f"chosen: {_rank(chosen)}{chance}{_behind(chosen, second)}"
+        yield f"chosen: {_rank(chosen)}{chance}{_runner_up(second)}"
 
 
-def _behind(chosen: Json, second: Json | None) -> str:
+def _runner_up(second: Json | None) -> str:
     if second is None:
         return ""
     text = f"; runner-up: {_rank(second)}"

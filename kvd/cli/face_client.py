@@ -36,6 +36,9 @@ TOKEN_HINT = "; --token-file takes a file that contains only a bearer token of s
 HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
 CERTIFICATE_HINT = "; the setting tls_certfile (KVD_TLS_CERTFILE) names the daemon's own"
 
+ALL_OFF = "every face is off"
+EXIT_UNREACHABLE = 2  # exit code of a command if a face, or every face, cannot be asked
+
 T = TypeVar("T")
 
 
@@ -170,7 +173,7 @@ def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
             return ask(name, bind)
         except (OSError, HTTPException, ValueError, *OTHER_FORM) as error:
             faults.append(f"{name} {bind}: {reason(error)}")
-    raise Unreached("; ".join(faults) or "every face is off")
+    raise Unreached("; ".join(faults) or ALL_OFF)
 
 
 def setting_of(face: str) -> str:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from kvd.cli.face_client import OTHER_FORM, FaceClient, reason
+from kvd.cli.face_client import EXIT_UNREACHABLE, OTHER_FORM, FaceClient, reason
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import DIAGNOSE_PATH
 from kvd.selection.worker_record import WorkerLifecycle
 from kvd.wire.event_stream import StreamHealth
 
-EXACT, INEXACT, UNREACHABLE = 0, 1, 2  # exit codes
+EXACT, INEXACT = 0, 1  # exit codes, beside EXIT_UNREACHABLE
 
 SHORTEST_S = 0.01  # shortest pause between two samples of `kvd status`
 SERVING = "serving"  # the standing of an engine in use, as a gateway's /status says it
@@ -282,7 +282,7 @@ def _face(face: FaceStatus) -> dict[str, Any]:
 def exit_code(shown: Mapping[str, Any]) -> int:
     """Returns the exit code: 2 if a face does not answer, 1 if anything else is wrong, else 0."""
     if not shown["faces"] or any("error" in face for face in shown["faces"].values()):
-        return UNREACHABLE
+        return EXIT_UNREACHABLE
     inexact = sum(count for state, count in shown["streams"].items() if state != StreamHealth.EXACT)
     workers = shown.get("selection", {}).get("workers", [])
     unscheduled = any(each["lifecycle"] != WorkerLifecycle.SCHEDULABLE for each in workers)
