@@ -298,19 +298,32 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
     streams = ", ".join(f"{count:,} {state}" for state, count in shown["streams"].items() if count)
     yield f"{'streams':13} {streams or 'none'}"
     if "index" in shown:
-        index = shown["index"]
-        tiers = ", ".join(f"{tier} {count:,}" for tier, count in index["tiers"].items())
-        yield (
-            f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
-            f"{_mib(index['bytes'])}; by rank and tier: {tiers}"
-        )
-        if index["max_blocks"] or index["refused_blocks"]:
-            limit = f"{index['max_blocks']:,} blocks" if index["max_blocks"] else "none"
-            yield (
-                f"{'index limit':13} {limit}; {index['pairs']:,} "
-                f"(rank, block) pairs; {index['refused_blocks']:,} blocks refused"
-            )
+        yield from _index(shown["index"])
         yield f"{'events':13} {shown['events_per_s']:,}/s"
+    yield from _faces(shown)
+    yield from _process(shown)
+    if shown["findings"]:
+        names = ", ".join(dict.fromkeys(each["name"] for each in shown["findings"]))
+        yield f"{'findings':13} {len(shown['findings']):,}: {names}; `kvd doctor` explains them"
+    yield from _inexact(shown)
+
+
+def _index(index: Mapping[str, Any]) -> Iterator[str]:
+    tiers = ", ".join(f"{tier} {count:,}" for tier, count in index["tiers"].items())
+    yield (
+        f"{'index':13} {index['blocks']:,} blocks, {index['models']:,} models, "
+        f"{_mib(index['bytes'])}; by rank and tier: {tiers}"
+    )
+    if index["max_blocks"] or index["refused_blocks"]:
+        limit = f"{index['max_blocks']:,} blocks" if index["max_blocks"] else "none"
+        yield (
+            f"{'index limit':13} {limit}; {index['pairs']:,} "
+            f"(rank, block) pairs; {index['refused_blocks']:,} blocks refused"
+        )
+
+
+def _faces(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what the faces beside the indexer count."""
     for name in ("slot_tracker", "selection"):
         if name in shown:
             sizes = {key: value for key, value in shown[name].items() if isinstance(value, int)}
@@ -324,6 +337,10 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         serving = sum(each["standing"] == SERVING for each in engines)
         running = f"{shown['gateway']['running']:,} requests in progress"
         yield f"{'engines':13} {serving:,} of {len(engines):,} serve, {running}"
+
+
+def _process(shown: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what the process uses, keeps and has dropped."""
     if shown["resident_bytes"] is not None:
         yield f"{'memory':13} {_mib(shown['resident_bytes'])}"
     if shown["loop"]["longest"]:
@@ -335,10 +352,6 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'queued':13} {messages:,} messages, {_mib(size)}"
     if shown["log_lines_dropped"]:
         yield f"{'log':13} {shown['log_lines_dropped']:,} lines dropped"
-    if shown["findings"]:
-        names = ", ".join(dict.fromkeys(each["name"] for each in shown["findings"]))
-        yield f"{'findings':13} {len(shown['findings']):,}: {names}; `kvd doctor` explains them"
-    yield from _inexact(shown)
 
 
 def _stretches(loop: Mapping[str, Any]) -> str:
