@@ -116,7 +116,7 @@ KINDS: Mapping[str, FindingKind] = {
         Severity.ERROR,
         "batches were published that have not arrived",
         'vllm serve ... --kv-events-config \'{{"publisher": "zmq", "hwm": 1000000, '
-        '"replay_endpoint": "tcp://*:5558", "buffer_steps": 100000}}\'  # the PUB socket drops '
+        '"replay_endpoint": "tcp://*:5657", "buffer_steps": 100000}}\'  # the PUB socket drops '
         "beyond hwm messages",
     ),
     "queue_full": FindingKind(
@@ -131,8 +131,8 @@ KINDS: Mapping[str, FindingKind] = {
     "replay_missing": FindingKind(
         Severity.WARNING,
         "missing batches cannot be asked for: no replay endpoint, or nobody answers there",
-        'give the engine "replay_endpoint": "tcp://*:5558" in --kv-events-config, and register '
-        '"replay_endpoint": "tcp://{host}:5558" with it',
+        'give the engine "replay_endpoint": "tcp://*:5657" in --kv-events-config, and register '
+        '"replay_endpoint": "tcp://{host}:5657" with it',
     ),
     "replay_too_short": FindingKind(
         Severity.WARNING,

@@ -202,7 +202,7 @@ def test_an_endpoint_to_paste_is_valid() -> None:
     remedies = [each.remedy for each in diagnose(Evidence(streams=(at_ipv6,)))]
     (endpoint,) = re.findall(r'register "replay_endpoint": "(.*?)"', " ".join(remedies))
     check_replay_endpoint(endpoint)
-    assert endpoint == "tcp://[fd00::5]:5558"
+    assert endpoint == "tcp://[fd00::5]:5657"
 
 
 # ---- the gateway
