@@ -83,3 +83,8 @@ class Unavailable(KvdError):
     def __init__(self, text: str, retry_after_s: int | None = None) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
+
+
+def too_many_partitions(limit: int) -> Unavailable:
+    """Returns the failure of a new model and tenant beyond a face's limit."""
+    return Unavailable(f"the limit of {limit} models and tenants is reached (max_partitions)")

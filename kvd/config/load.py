@@ -374,7 +374,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 def _check_faces(plain: Mapping[str, Any], faces: list[Any]) -> None:
     """Raises `StartError` if there is no face, or a setting of one that is off."""
     if not any(faces):
-        raise StartError("every face is off")
+        raise StartError("every face is off: set an address, such as --indexer-bind 127.0.0.1:8090")
     if plain["upstreams"] is not None and plain["gateway_bind"] is None:
         raise StartError("--upstreams needs --gateway-bind")
     both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())

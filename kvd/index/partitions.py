@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
-from kvd.errors import Conflict, NotFound, Unavailable
+from kvd.errors import Conflict, NotFound, too_many_partitions
 from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, InstanceId, PartitionKey, RankKey
 from kvd_core.conductor.conductor import DEFAULT_SEED, Conductor, Source
@@ -386,7 +386,7 @@ class State:
         self.served.check(key)
         if len(self.sized) >= self.max_partitions:
             self.refused_partitions += 1
-            raise Unavailable(f"the limit of {self.max_partitions} models and tenants is reached")
+            raise too_many_partitions(self.max_partitions)
         index = PrefixIndex(block_size, self.ingest, budget=self.budget, chronicle=self.chronicle)
         partition = Partition(key, index, Conductor(index, self._hash_seed))
         if self._hash_seed != DEFAULT_SEED:

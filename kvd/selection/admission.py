@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvd.errors import Invalid, KvdError, Unavailable
+from kvd.errors import Invalid, KvdError, Unavailable, too_many_partitions
 from kvd.index.registry import Registry
 from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey, RankKey
@@ -126,9 +126,7 @@ class Admission:
     def check_partitions(self) -> None:
         """Raises Unavailable if there are too many models and tenants for another one."""
         if self.is_full and self.replaceable() is None:
-            raise Unavailable(
-                f"the limit of {self._options.max_partitions} models and tenants is reached"
-            )
+            raise too_many_partitions(self._options.max_partitions)
 
     @property
     def is_full(self) -> bool:

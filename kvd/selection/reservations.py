@@ -298,4 +298,6 @@ def _admitted(outcome: int, reservation_id: str) -> None:
     if outcome == ledger.OVERFLOW:
         raise Invalid("isl_tokens: the tokens of the rank would exceed what can be counted")
     if outcome != ledger.ADDED:
-        raise Unavailable("the limit of live reservations is reached")
+        raise Unavailable(
+            "the limit of live reservations is reached (max_requests, max_request_blocks)"
+        )

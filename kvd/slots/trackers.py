@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import trio
 
-from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable
+from kvd.errors import BadRequest, Conflict, Invalid, NotFound, Unavailable, too_many_partitions
 from kvd.index.served_models import EVERYTHING, ServedModels
 from kvd.model import MAX_PARTITIONS, PartitionKey
 from kvd.slots.live_requests import LiveRequests, ease
@@ -149,7 +149,7 @@ class SlotTrackers(LiveRequests[Tracker]):
         self._served.check(key)
         if len(self.trackers) >= self.max_trackers:
             self.refused_trackers += 1
-            raise Unavailable(f"the limit of {self.max_trackers} models and tenants is reached")
+            raise too_many_partitions(self.max_trackers)
         return Tracker(key, block_size, self._ledgers.open(self.face, key, block_size))
 
     async def settled(self, key: PartitionKey) -> None:
@@ -250,7 +250,7 @@ class SlotTrackers(LiveRequests[Tracker]):
 def _refusal(outcome: int) -> Exception:
     if outcome == ledger.OVERFLOW:
         return Invalid("new_isl_tokens: the tokens of the rank would exceed what can be counted")
-    return Unavailable("the limit of live requests is reached")
+    return Unavailable("the limit of live requests is reached (max_requests, max_request_blocks)")
 
 
 def ledger_stats(of: Ledger) -> dict[str, int]:

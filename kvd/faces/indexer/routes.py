@@ -51,7 +51,7 @@ PEER = BodyScanner({}, ("url",))
 
 def dumps_bound(limit: int) -> ConcurrencyLimit:
     """Returns the limit on dumps of one process, which all faces and their metrics share."""
-    return ConcurrencyLimit(limit, f"the limit of {limit} concurrent dumps is reached")
+    return ConcurrencyLimit(limit, f"the limit of {limit} concurrent dumps is reached (max_dumps)")
 
 
 def routes(

@@ -219,7 +219,7 @@ async def test_dumps_are_bounded(daemon: Daemon) -> None:
         refused = await another.request("GET", "/dump")
         assert (refused.status, json.loads(refused.body)) == (
             503,
-            {"error": "the limit of 8 concurrent dumps is reached"},
+            {"error": "the limit of 8 concurrent dumps is reached (max_dumps)"},
         )
         metrics = (await another.request("GET", "/metrics")).body.decode().splitlines()
         assert {"kvd_dumps_open 8", "kvd_dumps_refused_total 1"} <= set(metrics)

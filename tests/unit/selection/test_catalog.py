@@ -921,7 +921,7 @@ async def test_models_whose_workers_have_left_make_room_for_others() -> None:
     assert (await workers.put(worker(3, model(6)))).reasons == []
     assert service.selections.candidates.keys() == {M, model(4), model(6)}
     (reason,) = (await workers.put(worker(4, model(7)))).reasons
-    assert reason == "the limit of 3 models and tenants is reached"
+    assert reason == "the limit of 3 models and tenants is reached (max_partitions)"
     await workers.delete(2)
     assert workers.entries[4].reasons == []
     assert service.selections.candidates.keys() == {M, model(6), model(7)}
