@@ -172,16 +172,20 @@ class HoldingsReader:
 
 def _publisher(row: Any) -> KeptPublisher:
     key, endpoint, position, publication = row
-    expected, digests, publisher, losses = position
-    why, heard, named, lacking, since = losses
-    kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
     backends, highest = publication
     return KeptPublisher(
         PublisherKey(*key),
         endpoint,
-        StreamPosition(expected, digests, publisher, kept),
+        unpacked_position(position),
         KeptPublication(backends, highest),
     )
+
+
+def unpacked_position(fields: Any) -> StreamPosition:
+    """Returns the position of a stream from its fields; raises TypeError and ValueError."""
+    expected, digests, publisher, (why, heard, named, lacking, since) = fields
+    losses = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
+    return StreamPosition(expected, digests, publisher, losses)
 
 
 def _stream(row: Any) -> KeptStream:

@@ -38,9 +38,9 @@ from kvd.persistence.frames import (
     packed,
     unpacked,
 )
-from kvd.persistence.holdings import NO_ROOM, Holdings, HoldingsReader
+from kvd.persistence.holdings import NO_ROOM, Holdings, HoldingsReader, unpacked_position
 from kvd.wire.losses import with_loss
-from kvd.wire.position import NOWHERE, KeptLosses, StreamPosition
+from kvd.wire.position import NOWHERE
 from kvd_core.dump.recovery import DumpReader, StagedEntry
 
 # Kinds of frames.
@@ -197,10 +197,7 @@ def _take(snapshot: Snapshot, reader: DumpReader, held: HoldingsReader, found: F
 def _positions(content: bytes) -> Iterator[tuple[RankKey, KeptPosition]]:
     try:
         for (key, instance_id, dp_rank), endpoint, position in unpacked(content):
-            expected, digests, publisher, losses = position
-            why, heard, named, lacking, since = losses
-            kept = KeptLosses(why, heard, named, [(of, tiers) for of, tiers in lacking], since)
             rank = RankKey(PartitionKey(*key), instance_id, dp_rank)
-            yield rank, (endpoint, StreamPosition(expected, digests, publisher, kept))
+            yield rank, (endpoint, unpacked_position(position))
     except (TypeError, ValueError) as error:
         raise Damaged(f"the positions of its streams are not understood: {error}") from None
