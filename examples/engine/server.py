@@ -45,6 +45,15 @@ class Hangup(Exception):
     """The connection ends here, on purpose."""
 
 
+class Refused(Exception):
+    """The engine answers a request with an error."""
+
+    def __init__(self, status: int, answer: Any) -> None:
+        super().__init__()
+        self.status = status
+        self.answer = answer
+
+
 class Request:
     """One HTTP request as it comes in; `on_` methods are called by httptools."""
 
@@ -272,53 +281,22 @@ class EngineServer:
         if self.dead:
             return await send_json(stream, 500, api.error(500, "EngineCore has died"))
         members = json.loads(request.body)
-        names = (self.options.model, *self.options.aliases, *self.options.adapters)
-        model = members.get("model") or names[0]
-        if self.options.kind == "vllm" and model not in names:
-            text = f"The model `{model}` does not exist."
-            return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
-        if form is api.Responses:
-            conversation = self._responses.conversation(members)
-            if conversation is None:
-                text = f"Response with id '{members['previous_response_id']}' not found."
-                return await send_json(stream, 404, form.error(404, text, "NotFoundError"))
-            members["input"] = conversation
-        ids = prompt_of(members)
-        if len(ids) >= self.options.max_model_len:
-            text = f"the prompt is longer than the context of {self.options.max_model_len} tokens"
-            return await send_json(stream, 400, form.error(400, text, "BadRequestError"))
-        longest = max(0, len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token is computed
-        cached = min(self.cache.held(ids)[1] * BLOCK_SIZE, longest)
-        request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
-        room: Room | None = None
         try:
-            if self.options.mode == "prefill":
-                room = self.rooms.open(_room_of(members))
-            if await self._takes_over(members):
-                self.taken_over += 1
-                cached = len(ids) - 1  # it computes the last token's logits itself
-        except EngineDied as error:
-            self.dead = True
-            return await send_json(stream, 500, api.error(500, str(error)))
-        except TransferFailed as error:
-            return await send_json(stream, 500, api.error(500, str(error)))
-        except KeyError:
-            text = "a request to an engine of a pair needs a bootstrap_room"
-            return await send_json(stream, 400, api.error(400, text, "BadRequestError"))
-        async with self.computing:
-            if self.options.prefill_s:
-                seconds = (len(ids) - cached) * self.options.prefill_s
-                await self._unless_left(stream, partial(trio.sleep, seconds), room)
-            self._publish(self.cache.serve(ids))
-        self.computed += len(ids) - cached
-        if room is not None:
-            room.computed.set()
-            await self._unless_left(stream, room.taken.wait, room)
-            self.prefilled += 1
+            model, ids = self._model_and_prompt(members, form)
+            longest = max(0, len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token is computed
+            cached = min(self.cache.held(ids)[1] * BLOCK_SIZE, longest)
+            room, takes_over = await self._meet(members)
+        except Refused as refusal:
+            return await send_json(stream, refusal.status, refusal.answer)
+        if takes_over:
+            self.taken_over += 1
+            cached = len(ids) - 1  # it computes the last token's logits itself
+        await self._compute(stream, ids, cached, room)
         bounds = [members[name] for name in form.limits if members.get(name)]
         wanted = 1 if room else bounds[0] if bounds else api.DEFAULT_TOKENS
         words = api.words(min(wanted, self.options.max_model_len))
         used = api.Usage(len(ids), cached, len(words))
+        request_id = request.headers.get(b"x-request-id", b"none").decode("latin-1")
         worded = form(request_id, model)
         if form is api.Responses and members.get("store") is not False:
             self._responses.keep(worded.whole("".join(words), used), members["input"])
@@ -332,6 +310,65 @@ class EngineServer:
         else:
             await trio.sleep(len(words) * self.options.step_s)
             await answer.whole()
+
+    def _model_and_prompt(
+        self, members: dict[str, Any], form: type[api.Form]
+    ) -> tuple[str, list[int]]:
+        """Returns the model and the token ids that a body asks for; raises Refused.
+
+        The input of a response becomes that of its whole conversation.
+        """
+        names = (self.options.model, *self.options.aliases, *self.options.adapters)
+        model = members.get("model") or names[0]
+        if self.options.kind == "vllm" and model not in names:
+            text = f"The model `{model}` does not exist."
+            raise Refused(404, form.error(404, text, "NotFoundError"))
+        if form is api.Responses:
+            conversation = self._responses.conversation(members)
+            if conversation is None:
+                text = f"Response with id '{members['previous_response_id']}' not found."
+                raise Refused(404, form.error(404, text, "NotFoundError"))
+            members["input"] = conversation
+        ids = prompt_of(members)
+        if len(ids) >= self.options.max_model_len:
+            text = f"the prompt is longer than the context of {self.options.max_model_len} tokens"
+            raise Refused(400, form.error(400, text, "BadRequestError"))
+        return model, ids
+
+    async def _meet(self, members: dict[str, Any]) -> tuple[Room | None, bool]:
+        """Meets the other engine of a pair; raises Refused.
+
+        Returns the room in which this engine hands its prompt over, and whether it takes over one.
+        """
+        try:
+            room = self.rooms.open(_room_of(members)) if self.options.mode == "prefill" else None
+            return room, await self._takes_over(members)
+        except EngineDied as error:
+            self.dead = True
+            raise Refused(500, api.error(500, str(error))) from None
+        except TransferFailed as error:
+            raise Refused(500, api.error(500, str(error))) from None
+        except KeyError:
+            text = "a request to an engine of a pair needs a bootstrap_room"
+            raise Refused(400, api.error(400, text, "BadRequestError")) from None
+
+    async def _compute(
+        self, stream: trio.SocketStream, ids: list[int], cached: int, room: Room | None
+    ) -> None:
+        """Computes and caches a prompt, and waits until it is taken from its room, if it has one.
+
+        Raises Hangup if the client leaves meanwhile.
+        """
+        async with self.computing:
+            if self.options.prefill_s:
+                seconds = (len(ids) - cached) * self.options.prefill_s
+                await self._unless_left(stream, partial(trio.sleep, seconds), room)
+            self._publish(self.cache.serve(ids))
+        self.computed += len(ids) - cached
+        if room is not None:
+            room.computed.set()
+            await self._unless_left(stream, room.taken.wait, room)
+            self.prefilled += 1
 
     async def _takes_over(self, members: dict[str, Any]) -> bool:
         """Takes a prompt over if another engine has computed it; returns whether it did.
