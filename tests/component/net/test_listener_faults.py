@@ -106,7 +106,8 @@ async def test_a_peer_that_says_nothing_is_tried_again_on_the_same_socket(
     listen: Listen, nursery: trio.Nursery
 ) -> None:
     fake: Fake = await nursery.start(serve_fake, sending())
-    listening = listen(fake.endpoint)
+    options = dataclasses.replace(HASTY, handshake_timeout_s=0.1)
+    listening = listen(fake.endpoint, options=options)
     await until(lambda: fake.connections >= 2)
     listener = listening.listener
     assert (listener.status, listener.stats.failures, listener.stats.losses) == ("pending", 0, 0)
