@@ -195,7 +195,7 @@ class LocalChoices:
             booked = self._at_once.select(candidates, question.reservation_id, expected)
             if booked is not None:
                 return Placement(*booked)
-        ask = SelectRequest(
+        request = SelectRequest(
             key,
             selections.settings(key),
             question.phase,
@@ -206,8 +206,8 @@ class LocalChoices:
             lora_name=question.adapter,
             session_id=session,
         )
-        bound = None if selections.affinity is None else selections.affinity.target(ask)
-        reply = selections.scheduler.select(ask, question.lookup)
+        bound = None if selections.affinity is None else selections.affinity.target(request)
+        reply = selections.scheduler.select(request, question.lookup)
         if isinstance(reply, QueuedRequest):
             await in_task()
             waiting = selections.scheduler.wait(reply)

@@ -56,23 +56,27 @@ class Affinity:
         self._wall_ns = wall_ns
         self._journal = journal
 
-    def target(self, ask: SelectRequest) -> tuple[int, int | None] | None:
+    def target(self, request: SelectRequest) -> tuple[int, int | None] | None:
         """Returns the worker and dp rank that a request should go to, None without a session."""
-        key = _key(ask)
+        key = _key(request)
         binding = None if key is None else self.sessions.find(key, self._clock())
         return None if binding is None else (binding.worker_id, binding.dp_rank)
 
     def booked(
-        self, candidates: Candidates, ask: SelectRequest, reservation_id: str, rank: tuple[int, int]
+        self,
+        candidates: Candidates,
+        request: SelectRequest,
+        reservation_id: str,
+        rank: tuple[int, int],
     ) -> None:
         """Binds a booked request's session to its rank, or extends the binding that it has."""
-        key = _key(ask)
+        key = _key(request)
         if key is None:
             return
         binding = self.sessions.find(key, self._clock())
         if binding is not None and binding.means(*rank):
             self.sessions.lease(key, binding)
-        elif binding is not None and _is_ruled_out(candidates, ask, binding):
+        elif binding is not None and _is_ruled_out(candidates, request, binding):
             return  # other requests of the session can still go to its rank
         else:
             binding = self.sessions.bind(key, *rank, self._writer_id, self._wall_ns())
@@ -145,21 +149,21 @@ class Affinity:
             yield
 
 
-def _key(ask: SelectRequest) -> Key | None:
-    pinned = ask.constraints is not None and ask.constraints.pinned is not None
-    if ask.session_id is None or pinned or ask.affinity is not None:
+def _key(request: SelectRequest) -> Key | None:
+    pinned = request.constraints is not None and request.constraints.pinned is not None
+    if request.session_id is None or pinned or request.affinity is not None:
         return None
-    return ask.key, ask.session_id
+    return request.key, request.session_id
 
 
 def _bound(key: Key, binding: Binding) -> Bound:
     return Bound(*key, binding.worker_id, binding.dp_rank, binding.version)
 
 
-def _is_ruled_out(candidates: Candidates, ask: SelectRequest, binding: Binding) -> bool:
+def _is_ruled_out(candidates: Candidates, request: SelectRequest, binding: Binding) -> bool:
     """Returns whether constraints exclude the rank of a binding, although that rank exists."""
     record = candidates.workers.get(binding.worker_id)
-    if record is None or ask.constraints is None:
+    if record is None or request.constraints is None:
         return False
     dp_rank = record.ranks[0] if binding.dp_rank is None else binding.dp_rank
-    return dp_rank in record.ranks and not ask.constraints.admits(record, dp_rank)
+    return dp_rank in record.ranks and not request.constraints.admits(record, dp_rank)

@@ -89,7 +89,7 @@ class Choice:
 class QueuedRequest:
     """A selection that waits; `done` is set when its answer or its failure is there."""
 
-    ask: SelectRequest
+    request: SelectRequest
     prompt: Prompt
     block_size: int  # tokens per block with which the prompt was hashed
     done: trio.Event = field(default_factory=trio.Event)

@@ -53,7 +53,7 @@ class Reservations(LiveRequests[Candidates]):
         if there is one; the ledgers record everything else themselves.
         """
         super().__init__(candidates, expiry_s, clock)
-        self.live: dict[str, Candidates] = {}
+        self.live: dict[str, Candidates] = {}  # by id: where it is booked
         self.retries = Retries(max_retries, journal)
         self._candidates = candidates
         self._ledgers = ledgers
@@ -81,35 +81,35 @@ class Reservations(LiveRequests[Candidates]):
             raise Conflict(f"reservation {reservation_id} already exists")
 
     def reserve(
-        self, candidates: Candidates, ask: SelectRequest, reservation_id: str, chosen: Choice
+        self, candidates: Candidates, request: SelectRequest, reservation_id: str, chosen: Choice
     ) -> Receipt[Candidates]:
         """Books the prompt that the pool has matched; raises as `_admitted` does."""
         now = self.clock()
-        tokens = self._add(ask, reservation_id, chosen, now)
-        self._added(candidates, ask, reservation_id, chosen, tokens, now)
+        tokens = self._add(request, reservation_id, chosen, now)
+        self._added(candidates, request, reservation_id, chosen, tokens, now)
         return Receipt(candidates, reservation_id, now)
 
     def reserve_both(
         self,
         candidates: Candidates,
-        ask: SelectRequest,
+        request: SelectRequest,
         reservation_id: str,
         decode: Choice,
         prefill: Choice,
     ) -> Receipt[Candidates]:
         """Books both phases or neither, the prefill phase under an id of its own."""
         now, prefill_id = self.clock(), reservation_id + PREFILL_SUFFIX
-        tokens = self._add(ask, prefill_id, prefill, now)
+        tokens = self._add(request, prefill_id, prefill, now)
         try:
-            none = self._add(ask, reservation_id, decode, now)
+            none = self._add(request, reservation_id, decode, now)
         except (KvdError, MemoryError):
             candidates.ledger.free(prefill_id)
             raise
-        self._added(candidates, ask, reservation_id, decode, none, now)
-        self._added(candidates, ask, prefill_id, prefill, tokens, now)
+        self._added(candidates, request, reservation_id, decode, none, now)
+        self._added(candidates, request, prefill_id, prefill, tokens, now)
         return Receipt(candidates, reservation_id, now, prefill_id)
 
-    def _add(self, ask: SelectRequest, reservation_id: str, chosen: Choice, now: float) -> int:
+    def _add(self, request: SelectRequest, reservation_id: str, chosen: Choice, now: float) -> int:
         """Adds a booking to the ledger; returns the tokens that it counts."""
         pool = chosen.ranks.pool
         tokens = booked_tokens(pool, chosen.settings, chosen.position)
@@ -118,7 +118,7 @@ class Reservations(LiveRequests[Candidates]):
             chosen.position,
             tokens,
             now,
-            expected_output=ask.expected_output_tokens,
+            expected_output=request.expected_output_tokens,
             blocks=chosen.phase is not Phase.PREFILL,
         )
         _admitted(outcome, reservation_id)
@@ -127,7 +127,7 @@ class Reservations(LiveRequests[Candidates]):
     def _added(
         self,
         candidates: Candidates,
-        ask: SelectRequest,
+        request: SelectRequest,
         reservation_id: str,
         chosen: Choice,
         tokens: int,
@@ -139,10 +139,10 @@ class Reservations(LiveRequests[Candidates]):
         pool.predict(chosen.position, now)
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
-            self._affinity.booked(candidates, ask, reservation_id, rank)
+            self._affinity.booked(candidates, request, reservation_id, rank)
         self.live[reservation_id] = candidates
         hashes = partial(_hashes, pool, blocks)
-        extra = ask.expected_output_tokens, ask.lora_name
+        extra = request.expected_output_tokens, request.lora_name
         self.begun(candidates, reservation_id, rank, hashes, tokens, *extra)
 
     def reserve_on_rank(

@@ -104,7 +104,7 @@ class Scheduler:
         self._affinity = affinity
         self._stopping = False
 
-    def select(self, ask: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
+    def select(self, request: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
         """Selects a rank, and books it if asked to; returns the answer, or the held selection.
 
         Raises Unserved if no rank is eligible or all are overloaded, BadRequest for constraints
@@ -112,29 +112,29 @@ class Scheduler:
         reservation.
         """
         try:
-            return self._select(ask, lookup)
+            return self._select(request, lookup)
         except KvdError as error:
-            self._stats.failed(ask, error)
+            self._stats.failed(request, error)
             raise
 
-    def _select(self, ask: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
-        if ask.retry is not None:
-            if (rest := self._reservations.retries.rest(ask.retry)) is not None:
+    def _select(self, request: SelectRequest, lookup: PromptLookup) -> SelectReply | QueuedRequest:
+        if request.retry is not None:
+            if (rest := self._reservations.retries.rest(request.retry)) is not None:
                 self._reservations.free(rest)  # only its prefill is booked still: book both anew
-            if (again := self._again(ask)) is not None:
+            if (again := self._again(request)) is not None:
                 return again
-        candidates = schedulable(self._candidates, ask.key)
+        candidates = schedulable(self._candidates, request.key)
         pool = candidates.pool
-        _check_constraints(ask)
-        self._check_new(ask)  # now, so that no request waits only to meet a conflict
+        _check_constraints(request)
+        self._check_new(request)  # now, so that no request waits only to meet a conflict
         lookup(pool)
         # A request that names its worker, or only asks for advice, need not queue behind others.
-        direct = ask.settings.members["mode"] == DIRECT
-        if direct or ask.advisory or not candidates.queue.waits(_queue_key(ask)):
-            answered = self._serve_one(candidates, ask)
+        direct = request.settings.members["mode"] == DIRECT
+        if direct or request.advisory or not candidates.queue.waits(_queue_key(request)):
+            answered = self._serve_one(candidates, request)
             if answered is not None:
                 return answered
-        return self._hold(candidates, pool, ask)
+        return self._hold(candidates, pool, request)
 
     async def wait(self, held: QueuedRequest) -> bytes:
         """Waits for the answer of a held selection; raises as `select` does.
@@ -148,13 +148,13 @@ class Scheduler:
                 await held.done.wait()
         except trio.Cancelled:
             if held.answer is None:
-                self._stats.ended(held.ask, SelectionOutcome.LEFT)
+                self._stats.ended(held.request, SelectionOutcome.LEFT)
             self.take_back(held)  # the selection may have been served meanwhile
             raise
         finally:
             self._stats.waits.observe(self._clock() - since)
             assert held.waiting is not None
-            candidates = self._candidates.get(held.ask.key)
+            candidates = self._candidates.get(held.request.key)
             self.held -= 1
             if candidates is not None:  # else its workers have left, and it is in no queue
                 candidates.queue.remove(held.waiting)
@@ -163,7 +163,7 @@ class Scheduler:
                 if held.drains_queue:
                     self.drain_queue(candidates)
         if held.answer is None:
-            self._stats.ended(held.ask, SelectionOutcome.TIMED_OUT)
+            self._stats.ended(held.request, SelectionOutcome.TIMED_OUT)
             raise Unserved(SelectionOutcome.TIMED_OUT, "all workers are busy", retry_after_s=1)
         if isinstance(held.answer, KvdError):
             raise held.answer
@@ -174,95 +174,100 @@ class Scheduler:
         if held.receipt is not None:
             self._reservations.take_back(held.receipt)
 
-    def _hold(self, candidates: Candidates, pool: Pool, ask: SelectRequest) -> QueuedRequest:
+    def _hold(self, candidates: Candidates, pool: Pool, request: SelectRequest) -> QueuedRequest:
         if self._stopping:
             raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
         limit = min(self._options.max_held, self._max_waiting)
         if self.held >= limit:
             text = f"the limit of {limit} waiting selections is reached"
             raise Unserved(SelectionOutcome.QUEUE_FULL, text, retry_after_s=1)
-        held = QueuedRequest(ask, pool.hold(), pool.block_size)
-        least = pool.least_prefill_tokens(ask.settings, None)
-        urgency = Urgency(ask.strict_priority, ask.priority_jump, least)
-        held.waiting = candidates.queue.push(_queue_key(ask), held, urgency, self._clock())
+        held = QueuedRequest(request, pool.hold(), pool.block_size)
+        least = pool.least_prefill_tokens(request.settings, None)
+        urgency = Urgency(request.strict_priority, request.priority_jump, least)
+        held.waiting = candidates.queue.push(_queue_key(request), held, urgency, self._clock())
         # Requests that end on other faces make room, too.
         candidates.ledger.loads.on_eased(partial(self.drain_queue, candidates))
         self.held += 1
-        self._stats.held(ask)
+        self._stats.held(request)
         return held
 
-    def _again(self, ask: SelectRequest) -> SelectReply | None:
-        again = self._reservations.retries.find(ask.retry)
+    def _again(self, request: SelectRequest) -> SelectReply | None:
+        again = self._reservations.retries.find(request.retry)
         if again is not None:
-            self._stats.ended(ask, SelectionOutcome.REPEATED)
+            self._stats.ended(request, SelectionOutcome.REPEATED)
         return again
 
-    def _serve_one(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
+    def _serve_one(self, candidates: Candidates, request: SelectRequest) -> SelectReply | None:
         """Chooses and books a rank for the pool's matched prompt; None if all ranks are busy."""
-        if ask.phase is Phase.BOTH:
-            answered = self._serve_both(candidates, ask)
+        if request.phase is Phase.BOTH:
+            answered = self._serve_both(candidates, request)
         else:
-            answered = self._serve_phase(candidates, ask, ask.phase)
+            answered = self._serve_phase(candidates, request, request.phase)
         if answered is None:
             return None
-        if answered.receipt is not None and ask.retry is not None:
-            self._reservations.retries.note(ask.retry, answered)
+        if answered.receipt is not None and request.retry is not None:
+            self._reservations.retries.note(request.retry, answered)
         return answered
 
     def _serve_phase(
-        self, candidates: Candidates, ask: SelectRequest, phase: Phase | None, more: bytes = b""
+        self, candidates: Candidates, request: SelectRequest, phase: Phase | None, more: bytes = b""
     ) -> SelectReply | None:
-        chosen = self._choose(candidates, ask, phase, ask.constraints)
+        chosen = self._choose(candidates, request, phase, request.constraints)
         if chosen is None:
             return None
         receipt = None
-        if ask.reservation_id is not None:
-            receipt = self._reservations.reserve(candidates, ask, ask.reservation_id, chosen)
-        self._stats.served(ask, chosen.ranks.pool, chosen)
-        more += self._timed(candidates, ask, chosen)
-        return SelectReply(self._answer(candidates, ask, chosen, ask.reservation_id, more), receipt)
+        if request.reservation_id is not None:
+            receipt = self._reservations.reserve(
+                candidates, request, request.reservation_id, chosen
+            )
+        self._stats.served(request, chosen.ranks.pool, chosen)
+        more += self._timed(candidates, request, chosen)
+        return SelectReply(
+            self._answer(candidates, request, chosen, request.reservation_id, more), receipt
+        )
 
-    def _serve_both(self, candidates: Candidates, ask: SelectRequest) -> SelectReply | None:
+    def _serve_both(self, candidates: Candidates, request: SelectRequest) -> SelectReply | None:
         """Serves both phases; the decode worker's answer contains that of the prefill worker.
 
         Without a prefill worker the decode worker serves the whole request; the answer says why.
         """
         try:
-            prefill_by = ask.constraints_in(Phase.PREFILL)
-            prefill = self._choose(candidates, ask, Phase.PREFILL, prefill_by)
+            prefill_by = request.constraints_in(Phase.PREFILL)
+            prefill = self._choose(candidates, request, Phase.PREFILL, prefill_by)
         except Unserved as error:
             fallback = {"prefill": None, "fallback": f"decode only: {error}"}
-            answered = self._serve_phase(candidates, ask, None, members_json(fallback))
+            answered = self._serve_phase(candidates, request, None, members_json(fallback))
             self._stats.fallbacks += answered is not None
             return answered
         if prefill is None:
             return None
-        decode = self._choose(candidates, ask, Phase.DECODE, ask.constraints)
+        decode = self._choose(candidates, request, Phase.DECODE, request.constraints)
         if decode is None:
             return None
         prefill_id = receipt = None
-        if ask.reservation_id is not None:
-            prefill_id = ask.reservation_id + PREFILL_SUFFIX
+        if request.reservation_id is not None:
+            prefill_id = request.reservation_id + PREFILL_SUFFIX
             receipt = self._reservations.reserve_both(
-                candidates, ask, ask.reservation_id, decode, prefill
+                candidates, request, request.reservation_id, decode, prefill
             )
-        self._stats.served(ask, decode.ranks.pool, prefill, decode)
-        timed = self._timed(candidates, ask, prefill)
-        inner = b'"prefill":%b,' % self._answer(candidates, ask, prefill, prefill_id, timed)
+        self._stats.served(request, decode.ranks.pool, prefill, decode)
+        timed = self._timed(candidates, request, prefill)
+        inner = b'"prefill":%b,' % self._answer(candidates, request, prefill, prefill_id, timed)
         return SelectReply(
-            self._answer(candidates, ask, decode, ask.reservation_id, inner + timed), receipt
+            self._answer(candidates, request, decode, request.reservation_id, inner + timed),
+            receipt,
         )
 
     def _choose(
         self,
         candidates: Candidates,
-        ask: SelectRequest,
+        request: SelectRequest,
         phase: Phase | None,
         constraints: Constraints | None,
     ) -> Choice | None:
         """Chooses a rank for the prompt that the pool has matched; None if all are busy."""
-        settings = in_phase(ask.settings, phase)
-        for ranks, each in self._attempts(candidates, ask, phase, constraints, settings):
+        settings = in_phase(request.settings, phase)
+        for ranks, each in self._attempts(candidates, request, phase, constraints, settings):
             pool, eligible, _ = ranks
             chosen = pool.choose(each.settings, each.eligible, self._draws.next(), each.factors)
             if chosen >= 0:
@@ -280,7 +285,7 @@ class Scheduler:
     def _attempts(
         self,
         candidates: Candidates,
-        ask: SelectRequest,
+        request: SelectRequest,
         phase: Phase | None,
         constraints: Constraints | None,
         settings: Settings,
@@ -290,21 +295,21 @@ class Scheduler:
         These are the ranks expected to keep the request's limit, then all that may serve it. In
         mode `kv` the former may be busy, as any rank may unless all are.
         """
-        ranks = candidates.ranks(constraints, phase, ask.preferred)
-        if ask.slo_ttft_s is not None and phase is not Phase.DECODE:
-            within = self._within_slo(candidates, ask.slo_ttft_s, settings, ranks)
+        ranks = candidates.ranks(constraints, phase, request.preferred)
+        if request.slo_ttft_s is not None and phase is not Phase.DECODE:
+            within = self._within_slo(candidates, request.slo_ttft_s, settings, ranks)
             if within is not None and not ranks.pool.refusal(settings, ranks.eligible):
                 kv = settings.members["mode"] == KV
                 eased = settings.replace(queue_threshold=None) if kv else settings
-                for attempt in self._attempts_among(candidates, ask, phase, eased, within):
+                for attempt in self._attempts_among(candidates, request, phase, eased, within):
                     yield within, attempt
-        for attempt in self._attempts_among(candidates, ask, phase, settings, ranks):
+        for attempt in self._attempts_among(candidates, request, phase, settings, ranks):
             yield ranks, attempt
 
     def _attempts_among(
         self,
         candidates: Candidates,
-        ask: SelectRequest,
+        request: SelectRequest,
         phase: Phase | None,
         settings: Settings,
         ranks: Ranks,
@@ -312,31 +317,35 @@ class Scheduler:
         """Yields attempts: the session's rank, the affinity target, then all of these ranks."""
         _, eligible, factors = ranks
         if phase is not Phase.PREFILL:  # a session is bound to the rank where its requests decode
-            bound = self._bound(candidates, ask, settings, ranks)
+            bound = self._bound(candidates, request, settings, ranks)
             if bound is not None:
                 yield ChoiceAttempt(
                     Basis.SESSION, settings.replace(queue_threshold=None), bound, None
                 )
-        affinity = None if phase is Phase.PREFILL and ask.phase is Phase.BOTH else ask.affinity
+        affinity = (
+            None if phase is Phase.PREFILL and request.phase is Phase.BOTH else request.affinity
+        )
         if affinity is not None and (wanted := candidates.targets(affinity, eligible)):
             yield ChoiceAttempt(Basis.AFFINITY, settings, wanted, None)
         yield ChoiceAttempt(basis_of(settings), settings, eligible, factors)
 
-    def weigh(self, ask: SelectRequest, lookup: PromptLookup) -> list[Weighed]:
+    def weigh(self, request: SelectRequest, lookup: PromptLookup) -> list[Weighed]:
         """Weighs the candidates for each phase of a request as of now, and chooses none.
 
         Raises as `select` does, except if no rank can be chosen: the result says why.
         """
-        candidates = schedulable(self._candidates, ask.key)
-        _check_constraints(ask)
+        candidates = schedulable(self._candidates, request.key)
+        _check_constraints(request)
         lookup(candidates.pool)
-        phases = (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,)
-        return [self._weigh(candidates, ask, phase) for phase in phases]
+        phases = (Phase.PREFILL, Phase.DECODE) if request.phase is Phase.BOTH else (request.phase,)
+        return [self._weigh(candidates, request, phase) for phase in phases]
 
-    def _weigh(self, candidates: Candidates, ask: SelectRequest, phase: Phase | None) -> Weighed:
-        settings = in_phase(ask.settings, phase)
-        constraints = ask.constraints_in(phase)
-        for ranks, attempt in self._attempts(candidates, ask, phase, constraints, settings):
+    def _weigh(
+        self, candidates: Candidates, request: SelectRequest, phase: Phase | None
+    ) -> Weighed:
+        settings = in_phase(request.settings, phase)
+        constraints = request.constraints_in(phase)
+        for ranks, attempt in self._attempts(candidates, request, phase, constraints, settings):
             pool, eligible, factors = ranks
             chances = pool.chances(attempt.settings, attempt.eligible, attempt.factors)
             if not isinstance(chances, int):
@@ -352,7 +361,7 @@ class Scheduler:
             )
             for at, row in enumerate(pool.explain(settings, eligible, factors))
         ]
-        policy = Policy.of(ask.settings)
+        policy = Policy.of(request.settings)
         return Weighed(phase, attempt.basis, policy, settings, chances, rows)
 
     def _within_slo(
@@ -378,66 +387,66 @@ class Scheduler:
         return self._speeds.ttft_s((candidates.key, row.worker_id, row.dp_rank), queued)
 
     def _bound(
-        self, candidates: Candidates, ask: SelectRequest, settings: Settings, ranks: Ranks
+        self, candidates: Candidates, request: SelectRequest, settings: Settings, ranks: Ranks
     ) -> bytes | None:
         """Returns the mask of the session's ranks, None if the session does not decide.
 
         Unless all ranks are busy the session's rank is taken even if it is busy, as in Dynamo, but
         not if it has more live requests than the policy's `session_bound` allows.
         """
-        bound = None if self._affinity is None else self._affinity.target(ask)
+        bound = None if self._affinity is None else self._affinity.target(request)
         wanted = None if bound is None else candidates.targets(bound, ranks.eligible)
         return None if wanted is None else ranks.pool.stay(settings, ranks.eligible, wanted)
 
-    def _check_new(self, ask: SelectRequest) -> None:
-        if ask.reservation_id is not None:
-            self._reservations.check_new(ask.reservation_id)
-            if ask.phase is Phase.BOTH:
-                self._reservations.check_new(ask.reservation_id + PREFILL_SUFFIX)
+    def _check_new(self, request: SelectRequest) -> None:
+        if request.reservation_id is not None:
+            self._reservations.check_new(request.reservation_id)
+            if request.phase is Phase.BOTH:
+                self._reservations.check_new(request.reservation_id + PREFILL_SUFFIX)
 
     def _answer(
         self,
         candidates: Candidates,
-        ask: SelectRequest,
+        request: SelectRequest,
         chosen: Choice,
         reservation_id: str | None,
         more: bytes = b"",
     ) -> bytes:
         pool, eligible, factors = chosen.ranks
         members = (candidates.pieces[chosen.position] or candidates.piece(chosen.position)) + more
-        if ask.explain:
+        if request.explain:
             rows = pool.explain(chosen.settings, eligible, factors)
-            explained = [self._explained(candidates, ask, chosen, row) for row in rows]
-            policy = str(Policy.of(ask.settings))
+            explained = [self._explained(candidates, request, chosen, row) for row in rows]
+            policy = str(Policy.of(request.settings))
             members += members_json({"router_policy": policy, "candidates": explained})
-        if ask.advisory:
+        if request.advisory:
             load = _load(candidates, chosen, self._options.prefill_busy)
             members += members_json({"worker_load": load})
         phase = None if chosen.phase is None else chosen.phase.value
-        begin = opening(ask.selection_id, reservation_id, phase)
+        begin = opening(request.selection_id, reservation_id, phase)
         return pool.render_answer(begin, members, chosen.position, chosen.settings)
 
-    def _timed(self, candidates: Candidates, ask: SelectRequest, chosen: Choice) -> bytes:
+    def _timed(self, candidates: Candidates, request: SelectRequest, chosen: Choice) -> bytes:
         """Returns the members about the time to the first token, if the request asks for them.
 
         `chosen` is the rank that computes the prompt.
         """
-        if not ask.expected_ttft and ask.slo_ttft_s is None:
+        if not request.expected_ttft and request.slo_ttft_s is None:
             return b""
         row = chosen.ranks.pool.explained(chosen.position, chosen.settings)
         expected_s = self._expected_ttft_s(candidates, row, chosen.phase)
         members: dict[str, Any] = {"expected_ttft_s": expected_s}
-        if ask.slo_ttft_s is not None:
-            is_met = None if expected_s is None else expected_s <= ask.slo_ttft_s
+        if request.slo_ttft_s is not None:
+            is_met = None if expected_s is None else expected_s <= request.slo_ttft_s
             self._stats.slo[SLO_OUTCOMES[is_met]] += 1
             members["slo_met"] = is_met
         return members_json(members)
 
     def _explained(
-        self, candidates: Candidates, ask: SelectRequest, chosen: Choice, row: Explained
+        self, candidates: Candidates, request: SelectRequest, chosen: Choice, row: Explained
     ) -> dict[str, Any]:
         """Returns a rank's cost and its terms, whether it has the session, its stream's health."""
-        bound = None if self._affinity is None else self._affinity.target(ask)
+        bound = None if self._affinity is None else self._affinity.target(request)
         has = bound is not None and row.worker_id == bound[0] and bound[1] in (None, row.dp_rank)
         expected_s = self._expected_ttft_s(candidates, row, chosen.phase)
         return row._asdict() | {
@@ -499,29 +508,29 @@ class Scheduler:
                 assert held.waiting is not None
                 candidates.queue.remove(held.waiting)
                 error = Unserved(SelectionOutcome.NOT_ELIGIBLE, _OTHER_SIZE, retry_after_s=1)
-                self._stats.failed(held.ask, error)
+                self._stats.failed(held.request, error)
                 held.resolve(error)
 
     def _serve(self, candidates: Candidates, held: QueuedRequest) -> int:
         """Answers a selection and returns 0, or returns the bits of the ranks it must wait for."""
-        ask = held.ask
+        request = held.request
         try:
             if self._stopping:
                 raise Unserved(SelectionOutcome.STOPPING, _STOPPING)
             if not candidates.workers:
                 raise Unserved(SelectionOutcome.NO_WORKERS, "no schedulable workers are available")
-            if (answered := self._again(ask)) is None:  # else a retry was served before it
-                self._check_new(ask)
-                if self._all_busy(candidates, ask):
-                    return _awaited(candidates, ask)
+            if (answered := self._again(request)) is None:  # else a retry was served before it
+                self._check_new(request)
+                if self._all_busy(candidates, request):
+                    return _awaited(candidates, request)
                 self._match_again(candidates, held)
-                answered = self._serve_one(candidates, ask)
+                answered = self._serve_one(candidates, request)
         except KvdError as error:
-            self._stats.failed(ask, error)
+            self._stats.failed(request, error)
             held.resolve(error)
             return 0
         if answered is None:
-            return _awaited(candidates, ask)
+            return _awaited(candidates, request)
         held.resolve(answered)
         return 0
 
@@ -534,11 +543,11 @@ class Scheduler:
         held.prompt, held.block_size = candidates.pool.hold(), candidates.pool.block_size
         self._stats.rehashed += 1
 
-    def _all_busy(self, candidates: Candidates, ask: SelectRequest) -> bool:
+    def _all_busy(self, candidates: Candidates, request: SelectRequest) -> bool:
         """Returns whether all ranks are busy; this needs no match of the prompt."""
-        phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
-        eligible = candidates.eligible(ask.constraints_in(phase), phase)
-        return candidates.pool.refusal(in_phase(ask.settings, phase), eligible) == selector.BUSY
+        phase = Phase.PREFILL if request.phase is Phase.BOTH else request.phase
+        eligible = candidates.eligible(request.constraints_in(phase), phase)
+        return candidates.pool.refusal(in_phase(request.settings, phase), eligible) == selector.BUSY
 
 
 def _load(candidates: Candidates, chosen: Choice, busy: float | None) -> dict[str, int | None]:
@@ -559,26 +568,28 @@ def _load(candidates: Candidates, chosen: Choice, busy: float | None) -> dict[st
     return load
 
 
-def _awaited(candidates: Candidates, ask: SelectRequest) -> int:
+def _awaited(candidates: Candidates, request: SelectRequest) -> int:
     """Returns the bits of the ranks whose loads decide whether a selection can be served."""
     awaited = 0
-    for phase in (Phase.PREFILL, Phase.DECODE) if ask.phase is Phase.BOTH else (ask.phase,):
-        eligible = candidates.eligible(ask.constraints_in(phase), phase)
+    for phase in (Phase.PREFILL, Phase.DECODE) if request.phase is Phase.BOTH else (request.phase,):
+        eligible = candidates.eligible(request.constraints_in(phase), phase)
         if eligible is None:
             return ANYONE
         awaited |= int.from_bytes(eligible, "little")
     return awaited
 
 
-def _queue_key(ask: SelectRequest) -> Hashable:
+def _queue_key(request: SelectRequest) -> Hashable:
     """Returns the key of a selection's queue, which names the ranks that may serve it."""
-    return ask.constraints if ask.phase is None else (ask.constraints, ask.phase)
+    return request.constraints if request.phase is None else (request.constraints, request.phase)
 
 
-def _check_constraints(ask: SelectRequest) -> None:
-    constraints = ask.constraints
+def _check_constraints(request: SelectRequest) -> None:
+    constraints = request.constraints
     pinned = None if constraints is None else constraints.pinned
-    if ask.settings.members["mode"] == DIRECT and (pinned is None or ask.phase is Phase.BOTH):
+    if request.settings.members["mode"] == DIRECT and (
+        pinned is None or request.phase is Phase.BOTH
+    ):
         raise BadRequest(
             "the router mode is direct: pinned_worker must name the worker of one phase"
         )

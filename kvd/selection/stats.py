@@ -66,21 +66,21 @@ class SelectionStats:
         self.fallbacks = 0  # requests for both phases that one worker serves alone
         self.rehashed = 0  # prompts hashed again because the block size changed while they waited
 
-    def served(self, ask: SelectRequest, pool: Pool, *choices: Choice) -> None:
+    def served(self, request: SelectRequest, pool: Pool, *choices: Choice) -> None:
         """Counts a selection as served by these choices for the pool's matched prompt."""
-        self.choice_stats.serve(ask.settings, POSITIONS[ask.phase], pool)
+        self.choice_stats.serve(request.settings, POSITIONS[request.phase], pool)
         for each in choices:
             phase = POSITIONS[each.phase]
             self.choice_stats.choose(pool, each.settings, each.position, each.best, phase)
 
-    def held(self, ask: SelectRequest) -> None:
-        self.choice_stats.hold(ask.settings, POSITIONS[ask.phase])
+    def held(self, request: SelectRequest) -> None:
+        self.choice_stats.hold(request.settings, POSITIONS[request.phase])
 
-    def ended(self, ask: SelectRequest, outcome: SelectionOutcome) -> None:
-        self.choice_stats.end(ask.settings, POSITIONS[ask.phase], outcome)
+    def ended(self, request: SelectRequest, outcome: SelectionOutcome) -> None:
+        self.choice_stats.end(request.settings, POSITIONS[request.phase], outcome)
 
-    def failed(self, ask: SelectRequest, error: KvdError) -> None:
-        self.ended(ask, _outcome_of(error))
+    def failed(self, request: SelectRequest, error: KvdError) -> None:
+        self.ended(request, _outcome_of(error))
 
 
 def _outcome_of(error: KvdError) -> SelectionOutcome:

@@ -66,7 +66,7 @@ class BookedRequest:
 class ExplainRequest:
     """The body of a request for an explanation."""
 
-    ask: SelectRequest
+    selection: SelectRequest
     lookup: PromptLookup
     # Hashes the prompt in blocks of a size; a live request's is recalled from the partition.
     prompt: Callable[[int, Partition | None], HashedPrompt]
@@ -78,7 +78,7 @@ class ExplainRequest:
 
     @property
     def key(self) -> PartitionKey:
-        return self.ask.key
+        return self.selection.key
 
 
 def read(request: Request, state: State, selections: Selections) -> ExplainRequest:
@@ -94,12 +94,12 @@ def read(request: Request, state: State, selections: Selections) -> ExplainReque
     # number back: the next selection draws it as if nothing had been explained.
     selections.draws.undrawn(partial(reader.read_prompt, selections))
     session_id = bodies.optional_text(members, "session_id")
-    ask = choosing.request_of(
+    selection = choosing.request_of(
         selections, partition_key(members), members, None, None, 0, session_id, reader.lora_name
     )
     own = terms(reader.lora_name, reader.cache_salt) if reader.by_tokens else (0, 0)
     return ExplainRequest(
-        ask,
+        selection,
         reader.put_before,
         partial(_prompt, reader, own),
         partial(_rehashed, reader) if reader.by_tokens else None,
@@ -147,5 +147,5 @@ def of_request(request_id: str, state: State, selections: Selections) -> Explain
         plain = prompt(pool.block_size, state.partitions.get(key)).plain
         pool.match(plain, sequence, len(sequence) // HASH.size * pool.block_size)
 
-    ask = SelectRequest(key, candidates.settings)
-    return ExplainRequest(ask, lookup, prompt, None, (0, 0), BookedRequest(request_id, live))
+    selection = SelectRequest(key, candidates.settings)
+    return ExplainRequest(selection, lookup, prompt, None, (0, 0), BookedRequest(request_id, live))

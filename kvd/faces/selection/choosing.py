@@ -90,12 +90,12 @@ def request_of(
     )
 
 
-def check_booking(ask: SelectRequest | None, reservation_id: str | None) -> None:
+def check_booking(selection: SelectRequest | None, reservation_id: str | None) -> None:
     """Raises if a selection cannot be booked, or not under the given id."""
-    if ask is not None and ask.advisory:
+    if selection is not None and selection.advisory:
         raise BadRequest("advisory: an advisory request cannot book")
     longest = MAX_REQUEST_ID_BYTES
-    if ask is not None and ask.phase is Phase.BOTH:  # books twice
+    if selection is not None and selection.phase is Phase.BOTH:  # books twice
         longest -= len(PREFILL_SUFFIX)
     if reservation_id is not None:
         bounded_id(reservation_id, longest)

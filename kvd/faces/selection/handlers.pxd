@@ -68,9 +68,9 @@ cdef class SelectHandler(PromptHandler):
     cdef bint is_usual(self) noexcept
     cdef tuple usual_members(self)
     cdef object asked(self, partition_key, usual, members)
-    cdef object read_booking(self, ask, request)
+    cdef object read_booking(self, selection, request)
     cdef bytes served(self, candidates)
-    cdef bytes scheduled(self, ask, retry, request)
+    cdef bytes scheduled(self, selection, retry, request)
 
 cdef class ReservationHandler(HotHandler):
     cdef ImmediateSteps steps

@@ -278,15 +278,15 @@ cdef class SelectHandler(PromptHandler):
         self.body.read(body, size)
         partition_key = self.partition_key()
         usual = self.usual_members()
-        ask = retry = None
+        selection = retry = None
         if not self.is_usual():
             if request is None:
                 return None  # the task reads the unusual members, once
-            ask = self.asked(partition_key, usual, self.body.known())
+            selection = self.asked(partition_key, usual, self.body.known())
         if self.adds_request:
-            retry = self.read_booking(ask, request)
+            retry = self.read_booking(selection, request)
         self.body.read_prompt(self.selections)
-        if ask is None and retry is None:
+        if selection is None and retry is None:
             candidates = self.candidates.get(partition_key)
             if self.immediate.suits(candidates, self.reservation_id, self.session_id):
                 answer = self.served(candidates)
@@ -294,7 +294,7 @@ cdef class SelectHandler(PromptHandler):
                     return answer
         if request is None:
             return None
-        return self.scheduled(ask or self.asked(partition_key, usual, {}), retry, request)
+        return self.scheduled(selection or self.asked(partition_key, usual, {}), retry, request)
 
     cdef tuple usual_members(self):
         cdef PromptReader asks = self.body
@@ -313,13 +313,13 @@ cdef class SelectHandler(PromptHandler):
         """Returns the SelectRequest of the body; `members` has its unusual members."""
         return choosing.request_of(self.selections, PartitionKey(*partition_key), members, *usual)
 
-    cdef object read_booking(self, ask, request):
+    cdef object read_booking(self, selection, request):
         """Reads the id of the booking, or makes one; returns the Retry if there is a key for it."""
         given = self.body.optional_text(kReservationId)
         if given is None:
             given = self.selection_id or None  # Dynamo's only id, which every later step names
-        if ask is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
-            choosing.check_booking(ask, given)
+        if selection is not None or (given is not None and utf8(given).size() > kMaxIdBytes):
+            choosing.check_booking(selection, given)
         retry = None if request is None else retry_of(request, given)
         self.reservation_id = given
         if given is None:
@@ -327,12 +327,12 @@ cdef class SelectHandler(PromptHandler):
             self.draws.take(2)
         return retry
 
-    cdef bytes scheduled(self, ask, retry, request):
+    cdef bytes scheduled(self, selection, retry, request):
         """Returns the scheduler's answer; None if the selection waits."""
         if self.adds_request:
-            ask = replace(ask, reservation_id=self.reservation_id, retry=retry)
+            selection = replace(selection, reservation_id=self.reservation_id, retry=retry)
         lookup = has_matched if self.is_matched else self.body.put_before
-        reply = self.scheduler.select(ask, lookup)
+        reply = self.scheduler.select(selection, lookup)
         if isinstance(reply, QueuedRequest):
             reply.again = self.body.put_again(request.body)
             self.queued = reply

@@ -184,13 +184,13 @@ class Life:
 
     def check_waits(self, held: QueuedRequest) -> None:
         """Checks that all ranks that could serve it are busy, or excluded by a threshold."""
-        ask, candidates = held.ask, self.selections.candidates[M]
-        phase = Phase.PREFILL if ask.phase is Phase.BOTH else ask.phase
-        eligible = candidates.eligible(ask.constraints_in(phase), phase)
-        if ask.phase is Phase.BOTH and not any(eligible or b"\1"):
-            phase, eligible = None, candidates.eligible(ask.constraints, None)
-        refusal = candidates.pool.refusal(in_phase(ask.settings, phase), eligible)
-        assert refusal in (BUSY, OVERLOADED), ask
+        request, candidates = held.request, self.selections.candidates[M]
+        phase = Phase.PREFILL if request.phase is Phase.BOTH else request.phase
+        eligible = candidates.eligible(request.constraints_in(phase), phase)
+        if request.phase is Phase.BOTH and not any(eligible or b"\1"):
+            phase, eligible = None, candidates.eligible(request.constraints, None)
+        refusal = candidates.pool.refusal(in_phase(request.settings, phase), eligible)
+        assert refusal in (BUSY, OVERLOADED), request
 
     async def attempt(self, what: Callable[[], Any]) -> None:
         try:

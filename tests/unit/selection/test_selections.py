@@ -472,7 +472,7 @@ async def test_only_those_who_wait_for_a_changed_rank_are_asked(
     serve = Scheduler._serve
 
     def noted(self: Scheduler, candidates: Candidates, held: QueuedRequest) -> int:
-        asked.append(held.ask.constraints)
+        asked.append(held.request.constraints)
         return serve(self, candidates, held)
 
     monkeypatch.setattr(Scheduler, "_serve", noted)
