@@ -332,7 +332,7 @@ class Index {
     size_t total = tree_.bytes() + records_.bytes() + ranks_.capacity() * sizeof(Rank);
     for (const Rank& r : ranks_) {
       total += r.names.bytes() + r.ghosts() * sizeof(uint64_t) + r.parked() * kParkedBytes;
-      if (r.rare != nullptr) total += kRaritiesBytes + r.rare->exceptions() * kExceptionBytes;
+      if (r.rare != nullptr) total += kRareStateBytes + r.rare->exceptions() * kExceptionBytes;
     }
     if (predicted_ != nullptr) total += predicted_->bytes();
     if (sequences_ != nullptr) total += sequences_->bytes();
@@ -345,7 +345,7 @@ class Index {
 
   static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
   static constexpr size_t kExceptionBytes = 48;  // one hash node
-  static constexpr size_t kRaritiesBytes = sizeof(RareState) + 576;  // an empty deque's memory
+  static constexpr size_t kRareStateBytes = sizeof(RareState) + 576;  // an empty deque's memory
 
   // What a step of a sweep covers: slots passed, blocks freed, or members of a set copied; and the
   // steps that a chain costs besides. Measured: together they keep a step below 0.1 us.
@@ -424,8 +424,8 @@ class Index {
   void lose(RankId id, BlockId block, LayerId layer);
   bool take_copy(RankId id, uint64_t name, LayerId layer);
   void trim(NodeId node);
-  void haunt(RankId id, uint32_t slot, uint64_t name, BlockId block);
-  void lay_oldest_ghost(RankId id);
+  void keep_ghost(RankId id, uint32_t slot, uint64_t name, BlockId block);
+  void forget_oldest_ghost(RankId id);
 
   // ---- parked blocks (index/parked.hpp)
 

@@ -42,14 +42,14 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer) {
   if (left != 0) {
     ranks_[id].names.set_layers(slot, left, keys(), records_);
   } else if (ranks_[id].offloads && records_.live() < max_blocks_ && budget_->ample()) {
-    haunt(id, slot, name, block);
+    keep_ghost(id, slot, name, block);
   } else {
     erase_name(id, slot);
     ranks_[id].names.shrink(keys());
   }
   lose(id, block, layer);
   trim(tree_.block(block).node);
-  if (ranks_[id].ghosts() > kMaxGhosts) lay_oldest_ghost(id);
+  if (ranks_[id].ghosts() > kMaxGhosts) forget_oldest_ghost(id);
 }
 
 inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left) {
@@ -137,14 +137,14 @@ inline void Index::trim(NodeId node) {
 
 // ---- ghosts: names remembered after their last layer went
 
-inline void Index::haunt(RankId id, uint32_t slot, uint64_t name, BlockId block) {
+inline void Index::keep_ghost(RankId id, uint32_t slot, uint64_t name, BlockId block) {
   ranks_[id].names.set_layers(slot, 1u << kGhostLayer, keys(), records_);
   const Block b = tree_.block(block);
   hold(id, b.node, kGhostLayer, b.offset, b.offset + 1);
   ranks_[id].rare_state().ghosts.push_back(name);
 }
 
-inline void Index::lay_oldest_ghost(RankId id) {
+inline void Index::forget_oldest_ghost(RankId id) {
   const uint64_t name = ranks_[id].rare->ghosts.front();
   ranks_[id].rare->ghosts.pop_front();
   const uint32_t slot = ranks_[id].names.find(name, keys());

@@ -109,7 +109,7 @@ inline void Index::make_room(RankId id, uint32_t n) {
   if (budget_->fits(n)) return;
   Steps steps(kStepsAStore + int64_t{n} * 2);
   for (; ranks_[id].ghosts() != 0 && !budget_->fits(n) && steps.left(); steps.take(1)) {
-    lay_oldest_ghost(id);
+    forget_oldest_ghost(id);
   }
   sweep_retired(steps);
 }
