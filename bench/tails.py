@@ -2,15 +2,25 @@
 
     python bench/tails.py [CASE ...] [--seconds 5] [--peer-python PEER/bin/python]
 
-One connection sends one /query of 512 tokens after the other. Meanwhile engines publish 100,000 or
-500,000 blocks/s over 8, 64 or 512 streams (64 blocks an event, and as many blocks are removed
-again); or the daemon writes dumps or its first one, a snapshot or /metrics, recovers from another
-one, or loses all workers but one; or workers of 4,096 ranks come and go, where the question is
-/potential_loads; or a worker of 512 ranks with events, or a fleet file with 512 workers, comes and
-goes; or 1,000 selections wait, where it is /overlap_scores. Each group of cases has a fresh daemon
-with 1,000,000 blocks, or half of that over 512 streams. Cases that the peer has as well are
-measured on both. A stretch is the time from one check of the sockets to the next
-(docs/operations.md, How busy the loop is).
+One connection sends one question after the other, a /query of 512 tokens unless a case says
+otherwise. Meanwhile, by case:
+
+    events-N         engines publish 100,000 or 500,000 blocks/s over N streams: 64 blocks an event,
+                     and as many are removed again
+    dump             dumps are written
+    cold             the first dump is written, which loads Quart
+    scrape           /metrics is written, of 512 streams
+    snapshot         snapshots are written
+    recovery         the daemon recovers from another one
+    registration     workers of 4,096 ranks come and go; the question is /potential_loads
+    listeners        a worker of 512 ranks with events comes and goes
+    fleet            512 workers of a fleet file come and go
+    unregistration   all workers but one leave
+    selections       1,000 selections wait; the question is /overlap_scores
+
+Each case has a fresh daemon. Those about the index begin with 1,000,000 blocks, or half of that
+over 512 streams. Cases that the peer has as well are measured on both. A stretch is the time from
+one check of the sockets to the next (docs/operations.md, How busy the loop is).
 """
 
 from __future__ import annotations
