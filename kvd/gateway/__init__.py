@@ -1,6 +1,7 @@
 """The gateway: sends each client's request to the engine that has most of its prompt cached.
 
-    upstreams   the engines behind the gateway: who they are, whether they are well
+    upstreams   the engines behind the gateway: which there are, whether they are well
+    upstream    one of them: its state, and the worker it stands for
     tunnels     TLS to engines; the relay sees a plain socket
     dns_names   names whose addresses are engines
     probing     what an engine reports of itself: models, block size, ranks, where its events are

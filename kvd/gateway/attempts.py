@@ -29,7 +29,8 @@ from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api, ClientRequest
 from kvd.gateway.stats import Decision, GatewayStats, PrefillPath
 from kvd.gateway.tokens import BYTES_PER_TOKEN, Later, PromptTokens, Tokens
-from kvd.gateway.upstreams import Served, Upstream, Upstreams
+from kvd.gateway.upstream import Upstream
+from kvd.gateway.upstreams import Served, Upstreams
 from kvd.selection.phases import Phase
 from kvd_core.prompts.conversations import data_bytes
 from kvd_core.relay.relay import Answer, Ending

@@ -48,7 +48,8 @@ from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api, ClientRequest, read
 from kvd.gateway.stats import Decision, Ended, GatewayStats, TokenSource
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Served, Upstream, Upstreams
+from kvd.gateway.upstream import Upstream
+from kvd.gateway.upstreams import Served, Upstreams
 from kvd.http.relayed import RelayedRequest
 from kvd.http.untasked import in_task
 from kvd_core.relay.relay import Answer, Ending, ExchangeOutcome

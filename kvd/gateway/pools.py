@@ -38,7 +38,7 @@ from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import FLEET_MEMBERS, ClientRequest
-from kvd.gateway.upstreams import Upstream
+from kvd.gateway.upstream import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
 from kvd.telemetry.logs import get_logger

@@ -40,7 +40,8 @@ from kvd.gateway.requests import (
     ClientRequest,
 )
 from kvd.gateway.stats import GatewayStats, TokenSource
-from kvd.gateway.upstreams import Served, Upstream
+from kvd.gateway.upstream import Upstream
+from kvd.gateway.upstreams import Served
 from kvd.http.untasked import Untasked, in_task
 from kvd_core.json.scan import BodyScanner
 from kvd_core.prompts.conversations import Conversations, Recalled, data_bytes

@@ -20,7 +20,8 @@ from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.tunnels import UpstreamTls
-from kvd.gateway.upstreams import Upstreams, UpstreamState
+from kvd.gateway.upstream import UpstreamState
+from kvd.gateway.upstreams import Upstreams
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.net.dialing import Dialer

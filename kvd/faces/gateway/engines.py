@@ -7,7 +7,8 @@ from functools import partial
 from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
 from kvd.gateway.dns_names import Wanted
-from kvd.gateway.upstreams import Upstream, Upstreams
+from kvd.gateway.upstream import Upstream
+from kvd.gateway.upstreams import Upstreams
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.selection.worker_record import Role

@@ -9,7 +9,8 @@ from kvd.gateway.chains import Chains
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import Tokens
-from kvd.gateway.upstreams import Upstreams, UpstreamState
+from kvd.gateway.upstream import UpstreamState
+from kvd.gateway.upstreams import Upstreams
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 
 

@@ -17,7 +17,8 @@ from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.heads import request_id_of
 from kvd.gateway.probing import GATEWAY_HEADER
 from kvd.gateway.requests import Api
-from kvd.gateway.upstreams import Upstream, Upstreams, UpstreamState
+from kvd.gateway.upstream import Upstream, UpstreamState
+from kvd.gateway.upstreams import Upstreams
 from kvd.http.errors import Failures
 from kvd.http.errors import Refusal as ServerRefusal
 from kvd.http.messages import Headers, Request, Response

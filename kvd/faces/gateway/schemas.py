@@ -28,7 +28,7 @@ from kvd.faces.common.schemas import (
 from kvd.faces.gateway.routes import RELAYED, STORED
 from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api
-from kvd.gateway.upstreams import UpstreamState
+from kvd.gateway.upstream import UpstreamState
 from kvd.selection.worker_record import Role
 
 STREAM = "text/event-stream"

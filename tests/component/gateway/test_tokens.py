@@ -11,7 +11,8 @@ from kvd.gateway.probing import EngineKind, Facts, ListedModel
 from kvd.gateway.requests import Api, read
 from kvd.gateway.stats import GatewayStats
 from kvd.gateway.tokens import MAX_LATER, Later, Tokens
-from kvd.gateway.upstreams import Served, Upstream
+from kvd.gateway.upstream import Upstream
+from kvd.gateway.upstreams import Served
 from kvd.wire.urls import parse_url
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Pool

@@ -15,7 +15,8 @@ from kvd.gateway.choices import Placement, Question
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.probing import EngineKind
-from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Served, Upstream, UpstreamState
+from kvd.gateway.upstream import Upstream, UpstreamState
+from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Served
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.gateways import CHAT, Running, engines, scripted_engine

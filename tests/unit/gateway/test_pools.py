@@ -19,7 +19,7 @@ from kvd.gateway.pools import (
 )
 from kvd.gateway.probing import EngineKind, Facts, ListedModel
 from kvd.gateway.requests import Api, read
-from kvd.gateway.upstreams import Upstream
+from kvd.gateway.upstream import Upstream
 from kvd.selection.worker_record import Role
 from kvd.wire.urls import parse_url
 from kvd_core.relay.relay import Answer
