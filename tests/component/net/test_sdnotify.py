@@ -24,8 +24,8 @@ def test_messages_arrive(tmp_path: Path, address: str) -> None:
 
 
 def test_without_a_listening_manager_nothing_happens(tmp_path: Path) -> None:
-    send(READY, f"{tmp_path}/nobody")
-    send(READY, "@nobody")
+    assert send(READY, f"{tmp_path}/nobody")
+    assert send(READY, "@nobody")
 
 
 def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
