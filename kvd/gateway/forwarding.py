@@ -223,8 +223,16 @@ class Forwarder:
         assert upstream.facts is not None
         served = Served(upstream.facts.models[0].name)
         asked = ClientRequest(api, None, False, {})
-        where = request.body, path, request.unless_left
-        attempt = Attempt(asked, served, None, None, request_id, *where)
+        attempt = Attempt(
+            asked,
+            served,
+            tokens=None,
+            prompt_tokens=None,
+            request_id=request_id,
+            body=request.body,
+            path=path,
+            while_wanted=request.unless_left,
+        )
         rank = upstream.facts.ranks.start
         chosen = ChosenEngine(upstream, rank, NOT_BOOKED, Decision.SESSION, 0, None, None)
         done = await self._send(request, attempt, chosen, request.body)

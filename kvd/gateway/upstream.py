@@ -174,9 +174,16 @@ def upstream_of(
 ) -> Upstream:
     """Returns the engine at the URL that is wanted; `changed` is called when its state changes."""
     target = parse_upstream(wanted.url)
-    worker_id = worker_id_of(target)
-    options = wanted.prefills, wanted.server_name
-    return Upstream(wanted.url, target, worker_id, gateway_id, key, *options, changed=changed)
+    return Upstream(
+        wanted.url,
+        target,
+        worker_id_of(target),
+        gateway_id,
+        key,
+        prefills=wanted.prefills,
+        server_name=wanted.server_name,
+        changed=changed,
+    )
 
 
 def record_of(upstream: Upstream, facts: Facts) -> WorkerRecord:

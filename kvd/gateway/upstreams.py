@@ -270,8 +270,8 @@ class Upstreams:
             # Prefill engines do not stand in for the others, nor these for them.
             healthy = {one.role is Role.PREFILL for one in serving}
             serving += [one for one in in_doubt if (one.role is Role.PREFILL) not in healthy]
-            engines = tuple(serving), keepers, prefills, _basis(serving)
-            found = self._by_served[served] = _Engines(*engines)
+            found = _Engines(tuple(serving), keepers, prefills, _basis(serving))
+            self._by_served[served] = found
         return found
 
     def advice_about(self, upstream: Upstream) -> str | None:
@@ -368,8 +368,10 @@ class Upstreams:
         if self._canary is None or facts is None or upstream.state is not UpstreamState.SERVING:
             return
         assert upstream.engine is not None
-        connection = upstream.engine, upstream.authority, upstream.key
-        if await self._canary.agrees(*connection, record_of(upstream, facts), facts) is not False:
+        agrees = await self._canary.agrees(
+            upstream.engine, upstream.authority, upstream.key, record_of(upstream, facts), facts
+        )
+        if agrees is not False:
             return
         log.warning("upstream_events_disagree", url=upstream.url)
         upstream.advice = DISAGREE
@@ -381,8 +383,9 @@ class Upstreams:
         assert upstream.engine is not None
         upstream.asked_at = trio.current_time()
         upstream.ask_at = upstream.asked_at + REFRESH_S
-        engine = upstream.engine, upstream.target, upstream.key
-        probe = Probe(self._exchanges, *engine, self.gateway_id)
+        probe = Probe(
+            self._exchanges, upstream.engine, upstream.target, upstream.key, self.gateway_id
+        )
         facts = await probe.ask()
         if self._doubts(upstream, probe.faults):
             assert upstream.facts is not None
