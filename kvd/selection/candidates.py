@@ -111,7 +111,7 @@ class Candidates:
         return self._pool
 
     def _make_pool(self) -> Pool:
-        block_size = self.block_size
+        options, block_size = self._options, self.block_size
         if block_size is None:
             return Pool(None, self.ledger, 1)
         partition = self._partition()
@@ -129,16 +129,22 @@ class Candidates:
             for dp_rank in record.ranks
         ]
         if self.predictions is None and any(map(self._is_predicted, self.workers.values())):
-            options = self._options
             self.predictions = Predictions(
                 options.ttl_s, options.max_tree_size, options.prune_target_ratio
             )
         index = None if partition is None else partition.index
-        if index is not None and self._options.predicted_ttl_s is not None:
-            bounds = self._options.max_tree_size, self._options.prune_target_ratio
-            index.predict(self._options.predicted_ttl_s, *bounds)
-        bound = self._options.predicted_bound
-        return Pool(index, self.ledger, block_size, candidates, self.predictions, bound)
+        if index is not None and options.predicted_ttl_s is not None:
+            index.predict(
+                options.predicted_ttl_s, options.max_tree_size, options.prune_target_ratio
+            )
+        return Pool(
+            index,
+            self.ledger,
+            block_size,
+            candidates,
+            self.predictions,
+            options.predicted_bound,
+        )
 
     def _is_predicted(self, record: WorkerRecord) -> bool:
         """Returns whether a worker's cached blocks are only predicted, for lack of events."""

@@ -142,8 +142,15 @@ class Reservations(LiveRequests[Candidates]):
             self._affinity.booked(candidates, request, reservation_id, rank)
         self.live[reservation_id] = candidates
         hashes = partial(_hashes, pool, blocks)
-        extra = request.expected_output_tokens, request.lora_name
-        self.begun(candidates, reservation_id, rank, hashes, tokens, *extra)
+        self.begun(
+            candidates,
+            reservation_id,
+            rank,
+            hashes,
+            tokens,
+            request.expected_output_tokens,
+            request.lora_name,
+        )
 
     def reserve_on_rank(
         self,

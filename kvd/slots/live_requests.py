@@ -160,8 +160,17 @@ class LiveRequests(Generic[Owner]):
         `hashes` returns its sequence hashes as native u64s, and is called if there are replicas.
         """
         if self.steps.subscribers:
-            content = hashes(), tokens, expected_output_tokens, lora_name
-            self._publish(owner.key, owner.ledger_block_size, request_id, rank, Step.ADD, *content)
+            self._publish(
+                owner.key,
+                owner.ledger_block_size,
+                request_id,
+                rank,
+                Step.ADD,
+                hashes(),
+                tokens,
+                expected_output_tokens,
+                lora_name,
+            )
         self.observe_begin(owner, request_id)
 
     def observe_begin(self, owner: Owner, request_id: str, *, mirrored: bool = False) -> None:
@@ -219,9 +228,22 @@ class LiveRequests(Generic[Owner]):
         lora_name: str | None = None,
     ) -> None:
         if self.steps.subscribers:
-            where = key, block_size or 0, request_id, *rank
-            of_add = hashes, tokens, expected_output_tokens, lora_name
-            self.steps.notify(Lifecycle(*where, step, *of_add, self.face))
+            worker_id, dp_rank = rank
+            self.steps.notify(
+                Lifecycle(
+                    key,
+                    block_size or 0,
+                    request_id,
+                    worker_id,
+                    dp_rank,
+                    step,
+                    hashes,
+                    tokens,
+                    expected_output_tokens,
+                    lora_name,
+                    self.face,
+                )
+            )
 
     def _observe(
         self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
@@ -340,8 +362,15 @@ class LiveRequests(Generic[Owner]):
     ) -> Outcome:
         if self._is_elsewhere(owner, event.request_id):
             return Outcome.DUPLICATE
-        content = event.hashes, event.prefill_tokens, at, retry_key, event.expected_output_tokens
-        outcome = owner.ledger.add(event.request_id, rank, *content)
+        outcome = owner.ledger.add(
+            event.request_id,
+            rank,
+            event.hashes,
+            event.prefill_tokens,
+            at,
+            retry_key,
+            event.expected_output_tokens,
+        )
         if outcome != ledger.ADDED:
             return Outcome.DUPLICATE if outcome == ledger.EXISTS else Outcome.FULL
         self._enter(owner, event.request_id)
