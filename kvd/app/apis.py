@@ -140,10 +140,11 @@ class Gateway:
 
     def routes(self) -> tuple[Route, ...]:
         """Returns the face's routes, but for /metrics."""
-        own = self.upstreams, self.choices, self._forwarder, self._body_limit
-        if self._siblings is None:
-            return (*gateway_routes(*own), *upstream_routes(self.upstreams))
-        return gateway_routes(*own, self._siblings.identity.name)
+        process = None if self._siblings is None else self._siblings.identity.name
+        routes = gateway_routes(
+            self.upstreams, self.choices, self._forwarder, self._body_limit, process
+        )
+        return routes if process is not None else (*routes, *upstream_routes(self.upstreams))
 
     def metrics_route(self, sources: Sequence[Source]) -> Route:
         """Returns the route of /metrics; each of several processes shows the figures of all."""

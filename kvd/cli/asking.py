@@ -310,8 +310,12 @@ def _daemon(given: Mapping[str, object]) -> AskedDaemon:
         config_file = config.SERVICE_FILE
     held = config.resolve({**given, config.CONFIG: config_file}, os.environ)
     token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
-    own = (cast("Path | None", given[f"client_{file}"]) for file in ("certfile", "keyfile"))
-    client = face_client.FaceClient(token, held["tls_certfile"].value, *own)
+    client = face_client.FaceClient(
+        token,
+        held["tls_certfile"].value,
+        cast("Path | None", given["client_certfile"]),
+        cast("Path | None", given["client_keyfile"]),
+    )
     binds = {name: held[face_client.setting_of(name)] for name in face_client.FACES}
     unnamed = {name for name, bind in binds.items() if bind.source == config.BY_DEFAULT}
     faces = face_client.addresses({name: bind.value for name, bind in binds.items()})

@@ -289,9 +289,12 @@ class Gathering:
 
     def _capacity(self, grown: Mapping[Counted, int]) -> CapacityEvidence:
         budget = self._parts.state.budget
-        held = budget.blocks, budget.pairs
         return CapacityEvidence(
-            budget.max_blocks, *held, budget.refused, grown["capacity", "refused"]
+            budget.max_blocks,
+            budget.blocks,
+            budget.pairs,
+            budget.refused,
+            grown["capacity", "refused"],
         )
 
     def _selections(self, grown: Mapping[Counted, int]) -> SelectionEvidence:

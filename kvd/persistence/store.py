@@ -331,8 +331,9 @@ class Keeper:
         began = self._clock()
         header = self._header(Content.INDEX)
         try:
-            listened = self._registry, self._publishers
-            writing = snapshot.write(self._directory, header, self._state, *listened)
+            writing = snapshot.write(
+                self._directory, header, self._state, self._registry, self._publishers
+            )
             size = await SNAPSHOT.steps_of(writing)
         except OSError as error:
             self._failed(Content.INDEX, error)
