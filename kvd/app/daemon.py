@@ -25,18 +25,14 @@ import gc
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING
 
 import trio
 
 from kvd._version import VERSION
-from kvd.app import control
-from kvd.app.apis import Components, Gateway
+from kvd.app import assembly, control
 from kvd.app.index_full_log import IndexFullLog
 from kvd.app.ports import Ports
 from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
@@ -45,29 +41,20 @@ from kvd.app.unmatched_log import UnmatchedLog
 from kvd.config.load import Config, StartError
 from kvd.config.reload import ConfigReader
 from kvd.diagnosis.doctor import Doctor
-from kvd.diagnosis.gathering import DiagnosedParts
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
 from kvd.faces.explain.routes import Explainer, explain_routes, explanations_bound
 from kvd.faces.gateway.engines import CALLS
 from kvd.faces.ui import ui_routes
-from kvd.faces.ui.picture import Picture, PicturedParts
-from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
-from kvd.fleet_file.none import FleetFile, NoFleetFile
+from kvd.faces.ui.picture import Picture
+from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import ProcessIdentity
 from kvd.http.idle_poll import busy_wait_families
-from kvd.index.capacity import ListenerCapacity
-from kvd.index.partitions import State
-from kvd.index.peers import Peers
-from kvd.index.publishers import Publishers
-from kvd.index.registry import Registry
 from kvd.net.listeners import ListenerTasks
-from kvd.net.recovery import RecoveryStats, confirm_restored, recover
+from kvd.net.recovery import confirm_restored, recover
 from kvd.net.zsocket import make_context
-from kvd.persistence.directory import StateDirectory
-from kvd.persistence.none import NoKeeper
-from kvd.persistence.registrations import Faces, Registrations
-from kvd.persistence.store import Keeper, StateStore
+from kvd.persistence.registrations import Registrations
+from kvd.persistence.store import StateStore
 from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import (
     LEAST,
@@ -78,21 +65,13 @@ from kvd.platform.descriptors import (
 )
 from kvd.platform.memory import FrequentCollector, Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
-from kvd.replica_sync.deduplication import Deduplicator
-from kvd.selection.decisions import DecisionLog
-from kvd.selection.readiness import Readiness, Recovery
-from kvd.selection.service import Selections
+from kvd.selection.readiness import Recovery
 from kvd.shared_state.none import NoSharedState
-from kvd.shared_state.outbox import MAX_WAITING_BYTES
-from kvd.slots.shared_loads import Ledgers
-from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge, stretch_families
 from kvd.telemetry.rotating import RotatingWriter
 from kvd.telemetry.stretches import RECOVERY, UNREGISTRATION, stretches_counted
-from kvd_core.index.chronicle import Chronicle
-from kvd_core.ledger.journal import Journal
 
 if TYPE_CHECKING:
     from kvd.net.zsocket import Context
@@ -107,8 +86,6 @@ SWEEP_PAUSE_S = 0.25
 LINES_PAUSE_S = 0.05  # the pause while lines of the log wait for their reader
 
 EXPIRY_PAUSE_S = 1.0  # pause between two checks for requests that are too old
-
-DECISION_LOG_CLOSE_S = 2.0  # time at the end for the disk to write the lines that wait
 
 # Longest wait for the replicas that share our state, before the index is filled without them.
 JOIN_S = 5.0
@@ -134,24 +111,6 @@ SWITCH_S = 0.0001
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DescriptorBounds:
-    """The numbers of listeners and waiting selections that the limit of descriptors allows."""
-
-    listeners: int
-    waiting: int  # selections that wait
-
-
-@dataclass(frozen=True, slots=True)
-class Accounts:
-    """The ledgers of all faces, and what records their bookings."""
-
-    ledgers: Ledgers
-    journal: Journal | None  # of the state directory
-    shared_journal: Journal | None  # of the state that replicas share
-    deduplicator: Deduplicator | None  # of bookings that come by shared state and replica sync
-
-
 def run(
     config: Config,
     reader: ConfigReader,
@@ -169,7 +128,7 @@ def run(
     if limit < LEAST:
         raise StartError(f"{limit} descriptors are too few, kvd needs {LEAST} (ulimit -n)")
     make_room(limit)
-    bounds = DescriptorBounds(listeners_within(limit), waiting_within(limit))
+    bounds = assembly.DescriptorBounds(listeners_within(limit), waiting_within(limit))
     if len(config.workers) > bounds.listeners:
         raise StartError(f"the descriptors (ulimit -n) allow only {bounds.listeners} workers")
     try:
@@ -188,7 +147,7 @@ def run(
 async def serve(
     config: Config,
     reader: ConfigReader,
-    bounds: DescriptorBounds,
+    bounds: assembly.DescriptorBounds,
     passed: activation.PassedSockets,
     ends: Signals,
     reloads: Signals,
@@ -213,7 +172,7 @@ async def serve(
 async def _open_and_serve(
     config: Config,
     reader: ConfigReader,
-    bounds: DescriptorBounds,
+    bounds: assembly.DescriptorBounds,
     passed: activation.PassedSockets,
     reloads: Signals,
     stop: Stop,
@@ -228,8 +187,8 @@ async def _open_and_serve(
         if stop.is_requested:
             return
         warn_of_secrets(config)
-        decisions = _open_decision_log(config, opened)
-        store = _open_store(config, opened)
+        decisions = assembly.open_decision_log(config, opened)
+        store = assembly.open_store(config, opened)
         async with trio.open_nursery() as background:
             async with trio.open_nursery() as listening:
                 daemon = _Daemon(
@@ -261,7 +220,7 @@ class _Daemon:
         self,
         config: Config,
         reader: ConfigReader,
-        bounds: DescriptorBounds,
+        bounds: assembly.DescriptorBounds,
         ports: Ports,
         context: Context,
         listening: trio.Nursery,
@@ -286,20 +245,20 @@ class _Daemon:
             begin=self._serving,
             space=ports.space,
         )
-        accounts = _accounts(config, store)
-        self._parts = _components(
+        accounts = assembly.accounts_of(config, store)
+        self._parts = assembly.components(
             config, bounds, ports, self._listeners, context, listening, identity, accounts
         )
         self._targets = ports.apis.targets(self._parts)
-        self._fleet = _fleet_file(config, ports, self._targets)
-        registrations = _registrations(self._parts, config, self._fleet)
-        self._keeper = _keeper(store, self._parts, accounts.ledgers, registrations)
+        self._fleet = assembly.fleet_file_of(config, ports, self._targets)
+        registrations = assembly.registrations_of(self._parts, config, self._fleet)
+        self._keeper = assembly.keeper_of(store, self._parts, accounts.ledgers, registrations)
         self._shared = self._share(config, accounts, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
-        diagnosed = _diagnosed(self._parts, ports, self._keeper, decisions)
+        diagnosed = assembly.diagnosed(self._parts, ports, self._keeper, decisions)
         self._doctor = Doctor(diagnosed, ports.dialer, trio.current_time(), self._shared.shown)
-        self._picture = Picture(_pictured(self._parts, ports))
+        self._picture = Picture(assembly.pictured(self._parts, ports))
         self._reloader = Reloader(
             config, reader, stop, ports, self._parts, self._listeners, self._fleet
         )
@@ -319,10 +278,12 @@ class _Daemon:
         if identity is not None:
             self._sources.append(identity.families)
         if decisions is not None:
-            self._sources.append(_log_decisions(decisions, self._parts.selections, config).families)
+            self._sources.append(
+                assembly.log_decisions(decisions, self._parts.selections, config).families
+            )
 
     def _share(
-        self, config: Config, accounts: Accounts, registrations: Registrations
+        self, config: Config, accounts: assembly.Accounts, registrations: Registrations
     ) -> SharedState | NoSharedState:
         journal, deduplicator = accounts.shared_journal, accounts.deduplicator
         if config.state_server is None or journal is None or deduplicator is None:
@@ -562,175 +523,3 @@ class _Daemon:
         help = "Number of outgoing addresses refused, by stage"
         stages = {"named": outgoing.refused_names, "connecting": outgoing.refused_connections}
         yield by_label("kvd_outgoing_refused_total", "counter", help, "at", stages)
-
-
-def _accounts(config: Config, store: StateStore | None) -> Accounts:
-    journal = None if store is None else store.journal
-    shared_journal = deduplicator = None
-    if config.state_server is not None:
-        shared_journal = Journal(MAX_WAITING_BYTES)
-        deduplicator = Deduplicator(shared_journal, trio.current_time)
-        deduplicator.pause()  # restored bookings were reported by the process before
-    journals = [each for each in (journal, shared_journal) if each is not None]
-    ledgers = Ledgers(config.max_requests, config.max_request_blocks, journals)
-    return Accounts(ledgers, journal, shared_journal, deduplicator)
-
-
-def _components(
-    config: Config,
-    bounds: DescriptorBounds,
-    ports: Ports,
-    listeners: ListenerTasks,
-    context: Context,
-    listening: trio.Nursery,
-    identity: ProcessIdentity | None,
-    accounts: Accounts,
-) -> Components:
-    """Returns the parts that the faces serve, all empty; tasks for replicas run in `listening`."""
-    clock = trio.lowlevel.current_clock().current_time  # two calls less than trio.current_time
-    chronicle = None
-    if config.index_chronicle:
-        chronicle = Chronicle(config.index_chronicle, clock())
-    state = State(
-        config.hash_seed, config.index_max_blocks, config.max_partitions, ports.served, chronicle
-    )
-    capacity = ListenerCapacity(bounds.listeners)
-    registry = Registry(state, listeners, capacity, ports.outgoing, config.engine_stale_s)
-    publishers = Publishers(state, listeners, capacity, ports.outgoing, config.engine_stale_s)
-    slots = SlotTrackers(
-        config.request_expiry_s, accounts.ledgers, config.max_partitions, clock, ports.served
-    )
-    selections = Selections(
-        state,
-        registry,
-        config.router,
-        config.request_expiry_s,
-        Random(),
-        clock,
-        time.time_ns,
-        accounts.ledgers,
-        Readiness(config.min_initial_workers, len(config.peers)),
-        bounds.waiting,
-        accounts.journal,
-    )
-    return Components(
-        state,
-        registry,
-        Peers(config.peers, ports.outgoing),
-        RecoveryStats(),
-        publishers,
-        slots,
-        selections,
-        ports.sync.start(listening, context, slots, selections, accounts.deduplicator),
-        Gateway(config, selections, registry, ports.dialer, identity),
-    )
-
-
-def _diagnosed(
-    parts: Components, ports: Ports, keeper: Keeper | NoKeeper, decisions: RotatingWriter | None
-) -> DiagnosedParts:
-    failures = {"state directory": lambda: keeper.failures}
-    if decisions is not None:
-        failures["decision log"] = lambda: decisions.failed
-    return DiagnosedParts(
-        parts.state,
-        parts.registry,
-        parts.publishers,
-        parts.slots,
-        parts.selections,
-        parts.replicas,
-        parts.gateway.upstreams,
-        parts.gateway.choices,
-        {face.name: face.authorizer for face in ports.apis.served},
-        failures,
-    )
-
-
-def _pictured(parts: Components, ports: Ports) -> PicturedParts:
-    return PicturedParts(
-        parts.state,
-        parts.registry,
-        parts.publishers,
-        parts.slots,
-        parts.selections,
-        ports.apis.served,
-    )
-
-
-def _open_store(config: Config, opened: ExitStack) -> StateStore | None:
-    """Opens the state directory if one is set; raises StartError."""
-    path = config.state_dir
-    if path is None:
-        return None
-    try:
-        directory = StateDirectory(path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StartError(f"state_dir: cannot use {path}: {reason}") from None
-    store = StateStore(directory, config.snapshot_s)
-    opened.callback(store.close)
-    return store
-
-
-def _fleet_file(config: Config, ports: Ports, targets: dict[str, RegistrationTarget]) -> FleetFile:
-    if config.fleet_file is None:
-        return NoFleetFile()
-    return FleetFileFollower(config.fleet_file, ports.outgoing, targets)
-
-
-def _registrations(parts: Components, config: Config, fleet: FleetFile) -> Registrations:
-    faces = Faces(
-        parts.registry,
-        parts.slots,
-        parts.selections,
-        parts.publishers,
-        parts.replicas,
-        parts.gateway.upstreams,
-        parts.peers,
-    )
-    return Registrations(faces, config, fleet)
-
-
-def _keeper(
-    store: StateStore | None, parts: Components, ledgers: Ledgers, registrations: Registrations
-) -> Keeper | NoKeeper:
-    if store is None:
-        return NoKeeper()
-    return Keeper(
-        store,
-        parts.state,
-        parts.registry,
-        parts.publishers,
-        ledgers,
-        parts.slots,
-        parts.selections,
-        parts.peers,
-        registrations,
-        trio.current_time,
-    )
-
-
-def _open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
-    """Opens the decision log if one is set and this process decides; raises StartError."""
-    path = config.decision_log
-    chooses = config.gateway_bind is not None and config.gateway_kvd is None
-    if path is None or (config.selection_bind is None and not chooses):
-        return None
-    try:
-        writer = RotatingWriter(path, config.decision_log_bytes, config.decision_log_files)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StartError(f"decision_log: cannot write {path}: {reason}") from None
-    opened.callback(writer.close, DECISION_LOG_CLOSE_S)
-    return writer
-
-
-def _log_decisions(writer: RotatingWriter, selections: Selections, config: Config) -> DecisionLog:
-    """Returns a log of the decisions that are booked from now on."""
-    shares_blocks = config.router.assumes_kv_reuse
-    decisions = DecisionLog(
-        selections.candidates, writer, time.time_ns, shares_blocks=shares_blocks
-    )
-    selections.reservations.moments.subscribe(decisions.note)
-    selections.reservations.sample.take_all()
-    return decisions

@@ -14,7 +14,8 @@ import pytest
 import trio
 import trio.abc
 
-from kvd.app.daemon import DescriptorBounds, serve
+from kvd.app.assembly import DescriptorBounds
+from kvd.app.daemon import serve
 from kvd.config.load import FACE_BINDS, load
 from kvd.config.parsers import OFF, Binds, TcpBind
 from kvd.config.reload import ConfigReader

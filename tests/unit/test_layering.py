@@ -315,10 +315,10 @@ def test_who_knows_the_wall_clock() -> None:
     )
     using = {module for module, path in MODULES.items() if wall.search(path.read_text())}
     shown = {"kvd.telemetry.logs", "kvd.http.front"}
-    assert using == {*shown, "kvd.app.daemon", "kvd.persistence.clocks"}
-    daemon = MODULES["kvd.app.daemon"].read_text()
-    assert wall.findall(daemon) == ["_ns"] * 2  # to Selections and to the decision log
-    assert "time.time_ns,\n" in daemon and "writer, time.time_ns, " in daemon
+    assert using == {*shown, "kvd.app.assembly", "kvd.persistence.clocks"}
+    assembly = MODULES["kvd.app.assembly"].read_text()
+    assert wall.findall(assembly) == ["_ns"] * 2  # to Selections and to the decision log
+    assert "time.time_ns,\n" in assembly and "writer, time.time_ns, " in assembly
 
 
 def test_the_examples_use_kvd_from_outside() -> None:
