@@ -20,7 +20,7 @@ from kvd.http.cold import ColdApp
 from kvd.http.context import ServerContext
 from kvd.http.errors import PLAIN, Failures
 from kvd.http.front import Front
-from kvd.http.limits import GAUGES, LONG_BODY_LIMIT, STATS_HELP, HttpLimits, HttpStats
+from kvd.http.limits import GAUGES, LONG_BODY_LIMIT, STATS_HELP, HttpLimits
 from kvd.http.listeners import file_remover, open_listeners
 from kvd.http.options import TlsFiles, UnixRights
 from kvd.http.routes import Route, WrongPath
@@ -55,7 +55,6 @@ class ApiServer:
         """
         self.name = name
         self._description = description
-        self.stats = HttpStats()  # of the server without TLS, once it runs
         self.requests = RequestMetrics(metrics_prefix)
         self._front_families: list[Source] = []  # of the servers that run
         self._limits = config.http
@@ -152,7 +151,6 @@ class ApiServer:
         async with trio.open_nursery() as nursery:
             if self._sockets:
                 front = Front(routes, app, self._limits, self._context)
-                self.stats = front.stats
                 await self._start(nursery, front, self._sockets, stop, "kvd_http", "without TLS")
             if self._credentials is not None:
                 server = TlsServer(routes, app, self._credentials, self._limits, self._context)
