@@ -394,8 +394,13 @@ def _model(partition: Partition) -> ModelEvidence:
 
 
 def _side(stats: PromptStats) -> SaltUsage:
-    counted = stats.prompts, stats.salted, stats.adapted, stats.announcing_salts
-    return SaltUsage(*counted, frozenset(stats.first_tokens))
+    return SaltUsage(
+        prompts=stats.prompts,
+        salted=stats.salted,
+        adapted=stats.adapted,
+        announcing_salts=stats.announcing_salts,
+        first_tokens=frozenset(stats.first_tokens),
+    )
 
 
 def _with_holes(ranks: Mapping[InstanceId, set[int]]) -> dict[InstanceId, frozenset[int]]:

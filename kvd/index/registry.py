@@ -315,8 +315,8 @@ class Registry(ListenedRegistrations):
         None stands for any model or tenant. Raises NotFound if the rank is not registered, Conflict
         if it is paused already.
         """
-        where = instance_id, dp_rank, model_name, tenant_id
-        for registration in self._in_state(*where, paused=False):
+        found = self._in_state(instance_id, dp_rank, model_name, tenant_id, paused=False)
+        for registration in found:
             with trio.CancelScope(shield=True):
                 await self._stop(registration)
             registration.listener.paused(trio.current_time())
@@ -333,8 +333,8 @@ class Registry(ListenedRegistrations):
         None as in `pause`. Raises NotFound if the rank is not registered, Conflict if it is not
         paused.
         """
-        where = instance_id, dp_rank, model_name, tenant_id
-        for registration in self._in_state(*where, paused=True):
+        found = self._in_state(instance_id, dp_rank, model_name, tenant_id, paused=True)
+        for registration in found:
             registration.listener.connecting()
             self._listeners.start(registration.key, registration.listener)
 
