@@ -15,7 +15,8 @@ import trio
 
 from kvd.app.apis import Components, Gateway
 from kvd.app.ports import Ports
-from kvd.config.load import Config, StartError
+from kvd.config.errors import StartError
+from kvd.config.load import Config
 from kvd.diagnosis.gathering import DiagnosedParts
 from kvd.faces.ui.picture import PicturedParts
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget

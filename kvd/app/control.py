@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 import trio
 
-from kvd.config.load import AddressError, StartError
+from kvd.config.errors import AddressError, StartError
 from kvd.http.listeners import open_listeners
 from kvd.http.options import UnixRights
 

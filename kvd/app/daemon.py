@@ -38,7 +38,8 @@ from kvd.app.ports import Ports
 from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
 from kvd.app.stopping import Stop
 from kvd.app.unmatched_log import UnmatchedLog
-from kvd.config.load import Config, StartError
+from kvd.config.errors import StartError
+from kvd.config.load import Config
 from kvd.config.reload import ConfigReader
 from kvd.diagnosis.doctor import Doctor
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvd.app import control
 from kvd.app.apis import Apis
-from kvd.config.load import Config, StartError
+from kvd.config.errors import StartError
+from kvd.config.load import Config
 from kvd.http.listeners import file_remover
 from kvd.index.served_models import ServedModels
 from kvd.net.curve import KeyPair

@@ -28,9 +28,11 @@ from kvd.app import control, daemon
 from kvd.app.control import FOLDER_VARIABLE
 from kvd.app.reloading import is_reloadable
 from kvd.app.stopping import EXIT_SECOND_SIGNAL
-from kvd.config.load import FACE_BINDS, AddressError, Config, StartError
+from kvd.config.errors import AddressError, StartError
+from kvd.config.load import Config
 from kvd.config.parsers import Binds, UnixBind
 from kvd.config.reload import ConfigReader
+from kvd.config.sources import FACE_BINDS
 from kvd.gateway.siblings import KVD, ProcessIdentity
 from kvd.http.auth import Token
 from kvd.http.listeners import file_remover, open_shared

@@ -16,7 +16,8 @@ from kvd.app.apis import Components
 from kvd.app.control import ReloadResult
 from kvd.app.ports import Ports
 from kvd.app.stopping import Stop
-from kvd.config.load import Config, Prepared, StartError, exposed_secrets
+from kvd.config.errors import StartError
+from kvd.config.load import Config, Prepared, exposed_secrets
 from kvd.config.reload import ConfigReader, Reloaded
 from kvd.fleet_file.none import FleetFile
 from kvd.http.certificates import TlsCredentials

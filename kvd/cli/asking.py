@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvd.cli.options import CommandResult, Parser, add_general, add_settings, no_settings, usage
 from kvd.config import load as config
-from kvd.config import parsers, settings
+from kvd.config import parsers, settings, sources
+from kvd.config.errors import StartError
 from kvd.telemetry import logs
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ GivenSettings = Callable[[argparse.ArgumentParser, argparse.Namespace], dict[str
 # Where the addresses of the daemon come from.
 ADDRESSES = (
     "The daemon's addresses come from the flags, the environment or the file of settings; without "
-    f"--config this is the service's, {config.SERVICE_FILE}, if it is readable. Without a file and "
-    f"an address, a gateway at {settings.DEFAULT_GATEWAY_BIND} is asked, too."
+    f"--config this is the service's, {sources.SERVICE_FILE}, if it is readable. Without a file "
+    f"and an address, a gateway at {settings.DEFAULT_GATEWAY_BIND} is asked, too."
 )
 FIRST_FACE = f"{ADDRESSES} The first face that answers is asked."
 
@@ -206,7 +207,7 @@ def asking_settings(
     """Returns the daemon's addresses, the credentials, and a command's own options."""
     if args.client_keyfile is not None and args.client_certfile is None:
         parser.error("--client-keyfile needs --client-certfile")
-    names = *config.FACE_BINDS, *own, "token_file", "client_certfile", "client_keyfile"
+    names = *sources.FACE_BINDS, *own, "token_file", "client_certfile", "client_keyfile"
     return {name: getattr(args, name, None) for name in names}
 
 
@@ -222,15 +223,15 @@ def asks(command: AskingCommand) -> Command:
 
         try:
             daemon = _daemon(given)
-        except (config.StartError, OSError) as error:
+        except (StartError, OSError) as error:
             logs.complain(error)
             return "", face_client.EXIT_UNREACHABLE
         try:
             return command(given, daemon)
         except face_client.Unreached as error:
-            logs.complain(config.StartError(f"kvd does not answer: {error}"))
+            logs.complain(StartError(f"kvd does not answer: {error}"))
         except face_client.OTHER_FORM as error:
-            logs.complain(config.StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
+            logs.complain(StartError(f"kvd cannot be asked: {face_client.reason(error)}"))
         return "", face_client.EXIT_UNREACHABLE
 
     return run
@@ -271,7 +272,7 @@ def explain(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResult:
         body = explaining.question(given)
         found = explaining.ask(daemon.faces, daemon.client, body)
     except (explaining.WrongPrompt, face_client.FaceRefused) as error:
-        logs.complain(config.StartError(str(error)))
+        logs.complain(StartError(str(error)))
         return "", explaining.REFUSED
     text = f"{json.dumps(found, indent=1)}\n" if given["json"] else explaining.text(found)
     return text, explaining.EXPLAINED
@@ -290,7 +291,7 @@ def reload(given: Mapping[str, object]) -> CommandResult:
 
     verdict = control.reload(os.environ)
     if verdict.refused is not None:
-        raise config.StartError(f"nothing has changed: {verdict.refused}")
+        raise StartError(f"nothing has changed: {verdict.refused}")
     text = f"reloaded: {' '.join(verdict.changed) or 'nothing has changed'}\n"
     if verdict.waiting:
         text += f"restart needed: {' '.join(verdict.waiting)}\n"
@@ -305,10 +306,10 @@ def _daemon(given: Mapping[str, object]) -> AskedDaemon:
     """
     from kvd.cli import face_client
 
-    config_file = given[config.CONFIG] or os.environ.get(config.CONFIG_VARIABLE)
-    if not config_file and os.access(config.SERVICE_FILE, os.R_OK):
-        config_file = config.SERVICE_FILE
-    held = config.resolve({**given, config.CONFIG: config_file}, os.environ)
+    config_file = given[sources.CONFIG] or os.environ.get(sources.CONFIG_VARIABLE)
+    if not config_file and os.access(sources.SERVICE_FILE, os.R_OK):
+        config_file = sources.SERVICE_FILE
+    held = sources.resolve({**given, sources.CONFIG: config_file}, os.environ)
     token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
     client = face_client.FaceClient(
         token,
@@ -317,7 +318,7 @@ def _daemon(given: Mapping[str, object]) -> AskedDaemon:
         cast("Path | None", given["client_keyfile"]),
     )
     binds = {name: held[face_client.setting_of(name)] for name in face_client.FACES}
-    unnamed = {name for name, bind in binds.items() if bind.source == config.BY_DEFAULT}
+    unnamed = {name for name, bind in binds.items() if bind.source == sources.BY_DEFAULT}
     faces = face_client.addresses({name: bind.value for name, bind in binds.items()})
     if not config_file and unnamed == set(binds):
         faces["gateway"] = settings.DEFAULT_GATEWAY_BIND

@@ -34,7 +34,8 @@ from kvd.cli.options import (
 )
 from kvd.cli.settings_page import render_page
 from kvd.config import load as config
-from kvd.config import parsers, settings
+from kvd.config import parsers, settings, sources
+from kvd.config.errors import StartError
 from kvd.config.file import render
 from kvd.platform.descriptors import open_standard_streams
 from kvd.telemetry import logs
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = FullParser if "--help-all" in arguments else Parser
     args = build_parser(kind, known).parse_args(arguments)
     try:
-        given = {config.CONFIG: args.config, **args.given(args.parser, args)}
+        given = {sources.CONFIG: args.config, **args.given(args.parser, args)}
         if args.command is not None:
             return write_output(*args.command(given))
         loaded = load_config(given)
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(loaded, ConfigReader(given, os.environ))
         finally:
             logs.finish()
-    except config.StartError as error:
+    except StartError as error:
         logs.complain(error)
         return error.exit_code if args.command is None else EXIT_NOT_DONE
     except KeyboardInterrupt:  # before the daemon took the signal over
@@ -131,14 +132,14 @@ def load_config(given: Mapping[str, object]) -> config.Config:
     if loaded.fleet_file is not None:
         from kvd.fleet_file import parse  # here, because only a fleet file needs it
 
-        with config.reading(loaded.fleet_file, "fleet_file"):
+        with sources.reading(loaded.fleet_file, "fleet_file"):
             parse.load(loaded.fleet_file, EgressPolicy(loaded.outgoing_allow))
     return loaded
 
 
 def _unused(loaded: config.Config) -> tuple[tuple[str, str], ...]:
     """Returns variables and settings that have no effect, each with the reason."""
-    return (*config.without_effect(os.environ), *config.outweighed(loaded))
+    return (*sources.without_effect(os.environ), *config.outweighed(loaded))
 
 
 def write_docs(given: Mapping[str, object]) -> CommandResult:
@@ -160,7 +161,7 @@ def check_config(given: Mapping[str, object]) -> CommandResult:
 
 def show_config(given: Mapping[str, object]) -> CommandResult:
     load_config(given)
-    held = config.resolve(given, os.environ)
+    held = sources.resolve(given, os.environ)
     return render({name: (setting.value, setting.source) for name, setting in held.items()}), 0
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from kvd._version import VERSION
-from kvd.config import load as config
-from kvd.config import parsers, settings
+from kvd.config import parsers, settings, sources
+from kvd.config.errors import StartError
 from kvd.telemetry import logs
 from kvd.wire.urls import masked
 
@@ -88,7 +88,7 @@ def add_general(parser: Parser) -> None:
         "--config",
         type=usage(parsers.parse_path),
         metavar="FILE",
-        help=f"TOML file of settings (variable {config.CONFIG_VARIABLE})",
+        help=f"TOML file of settings (variable {sources.CONFIG_VARIABLE})",
     )
     parser.set_defaults(command=None, without_effect=())
 
@@ -163,7 +163,7 @@ def write_output(output: str | Iterable[str], code: int) -> int:
     that the output's encoding lacks, in a name for example, are escaped.
     """
     if sys.stdout is None:  # closed, as `>&-` does
-        logs.complain(config.StartError("cannot write: standard output is closed"))
+        logs.complain(StartError("cannot write: standard output is closed"))
         return EXIT_NOT_DONE
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -175,7 +175,7 @@ def write_output(output: str | Iterable[str], code: int) -> int:
         # Otherwise Python would try to write the rest of the text again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            logs.complain(config.StartError(f"cannot write: {error.strerror}"))
+            logs.complain(StartError(f"cannot write: {error.strerror}"))
         return EXIT_NOT_DONE
 
 

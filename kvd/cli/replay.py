@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config import parsers
-from kvd.config.load import StartError
+from kvd.config.errors import StartError
 from kvd.replay import policies
 from kvd.replay.engine import Speed
 from kvd.replay.policies import Chooser

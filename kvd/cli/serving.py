@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvd.cli.options import WAYS, Parser, add_general, add_settings, add_uncommon, usage
-from kvd.config import load as config
-from kvd.config import parsers, settings
+from kvd.config import parsers, settings, sources
 from kvd.selection.policies import Policy, RouterPolicy
 
 # Seconds for which a session stays with its engine after its last request, behind the gateway.
@@ -19,7 +18,7 @@ SESSION_TTL_S = 3600
 # again.
 GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
 # Defaults of `kvd gateway` that replace those of the settings.
-GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(config.FACE_BINDS, parsers.OFF) | {
+GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(sources.FACE_BINDS, parsers.OFF) | {
     "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
     "router_policy": GATEWAY_POLICY,
     "session_affinity_ttl_secs": SESSION_TTL_S,
@@ -187,7 +186,7 @@ def gateway_settings(
         if args.gateway_bind is not None:
             parser.error("--gateway-bind says where to listen; --host and --port say it, too")
         given["gateway_bind"] = bind
-    given[config.DEFAULTS] = GATEWAY_DEFAULTS
+    given[sources.DEFAULTS] = GATEWAY_DEFAULTS
     return given
 
 
@@ -219,7 +218,7 @@ def select_service_settings(
     shared = settings.WORKER_SETTINGS + chosen
     given = {setting.name: getattr(args, setting.name) for setting in shared}
     given["peers"] = args.indexer_peers
-    given[config.DEFAULTS] = {setting.name: setting.default for setting in chosen}
+    given[sources.DEFAULTS] = {setting.name: setting.default for setting in chosen}
     given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
     return only(given, args, "selection_bind")
 
@@ -235,7 +234,7 @@ def conductor_settings(
 def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[str, object]:
     """Adds the settings of all faces, and switches off every face but the one of `bind`."""
     given |= {each.name: getattr(args, each.name) for each in settings.FACE_SETTINGS}
-    return given | {name: parsers.OFF for name in config.FACE_BINDS if name != bind}
+    return given | {name: parsers.OFF for name in sources.FACE_BINDS if name != bind}
 
 
 def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.Binds | None:

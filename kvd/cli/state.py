@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from kvd.config.load import StartError
+from kvd.config.errors import StartError
 from kvd.index.dumps import text_dump
 from kvd.index.partitions import State
 from kvd.index.restore import plan, restore

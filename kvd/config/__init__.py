@@ -4,8 +4,9 @@
                  follow from its row; the member that it sets, and its default, stand in the
                  options class of its section, or in `Config`
     parsers      `Setting`, and how the text of a setting becomes its value
-    load         `load`: flags over variables over the file, checked as a whole; raises
-                 `StartError`
+    sources      the value of each setting: flags over variables over the file over the default
+    load         `load`: the values checked as a whole, as a `Config`
+    errors       `StartError`, which both raise
     workers      the entries of --workers
     file, toml   the configuration file: read, and written for `kvd config show`
     tokens       the file of bearer tokens

@@ -6,16 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvd.config.load import (
-    CONFIG,
-    CONFIG_VARIABLE,
-    TLS_FILES,
-    UPSTREAM_TLS_FILES,
-    Config,
-    build,
-    read,
-)
+from kvd.config.load import Config, build
 from kvd.config.settings import SETTINGS
+from kvd.config.sources import CONFIG, CONFIG_VARIABLE, TLS_FILES, UPSTREAM_TLS_FILES, read
 from kvd.gateway.tunnels import UpstreamTls
 from kvd.http.auth import Token
 

@@ -1,7 +1,8 @@
 """The settings of the daemon: each has one row here, with everything about it.
 
 `--indexer-bind` of the command line is `KVD_INDEXER_BIND` in the environment and `indexer_bind`
-in the configuration file and in code. `kvd.config.load` reads the rows and makes the `Config`.
+in the configuration file and in code. `kvd.config.sources` finds their values, of which
+`kvd.config.load` makes the `Config`.
 """
 
 from __future__ import annotations

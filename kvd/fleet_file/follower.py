@@ -30,7 +30,8 @@ from typing import Any, NoReturn, Protocol
 
 import trio
 
-from kvd.config.load import Prepared, StartError
+from kvd.config.errors import StartError
+from kvd.config.load import Prepared
 from kvd.errors import KvdError, Misdirected, NotFound
 from kvd.fleet_file import parse as fleetfile
 from kvd.fleet_file.parse import FleetFileEntry

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.config.load import AddressError, Config, StartError
+from kvd.config.errors import AddressError, StartError
+from kvd.config.load import Config
 from kvd.http.auth import is_loopback
 from kvd.http.listeners import split_host_port
 from kvd.model import PartitionKey

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvd.cli.main import main
-from kvd.config.load import StartError, load, outweighed, without_effect
+from kvd.config.errors import StartError
+from kvd.config.load import load, outweighed
 from kvd.config.settings import WITHOUT_EFFECT
+from kvd.config.sources import without_effect
 from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd

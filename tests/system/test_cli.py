@@ -23,9 +23,10 @@ from kvd.cli.serving import (
     serve_settings,
     slot_tracker_settings,
 )
-from kvd.config.load import DEFAULTS, FACE_BINDS, load
+from kvd.config.load import load
 from kvd.config.parsers import OFF, parse_face_binds
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
+from kvd.config.sources import DEFAULTS, FACE_BINDS
 from kvd.platform.descriptors import LEAST
 from tests.support import http_client
 from tests.support.commands import Ended, run_command, run_each

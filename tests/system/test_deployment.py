@@ -16,9 +16,10 @@ import yaml
 import zmq
 
 from kvd.cli.main import main
-from kvd.config.load import FACE_BINDS, StartError
+from kvd.config.errors import StartError
 from kvd.config.parsers import OFF, TcpBind
 from kvd.config.settings import SETTINGS
+from kvd.config.sources import FACE_BINDS
 from kvd.fleet_file import parse as fleetfile
 from kvd.http.limits import HttpLimits
 from kvd.persistence.store import STOP_S

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvd.config.load import StartError, load
+from kvd.config.errors import StartError
+from kvd.config.load import load
 from kvd.selection.phases import PREFILL_SUFFIX
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from tests.conformance.engine import Engine

@@ -20,7 +20,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config.load import StartError
+from kvd.config.errors import StartError
 from kvd.errors import Conflict
 from kvd.fleet_file import parse as fleetfile
 from kvd.fleet_file.follower import FleetFileFollower

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from kvd.cli.main import main
-from kvd.config.load import CONFIG, StartError, load
+from kvd.config.errors import StartError
+from kvd.config.load import load
 from kvd.config.settings import ENGINE_SETTINGS, HTTP_SETTINGS, INDEX_SETTINGS, SETTINGS
+from kvd.config.sources import CONFIG
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.net.link import LinkOptions

@@ -15,10 +15,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.config.load import CONFIG, TLS_FILES, UPSTREAM_TLS_FILES, StartError, load
+from kvd.config.errors import StartError
+from kvd.config.load import load
 from kvd.config.parsers import Setting
 from kvd.config.reload import ConfigReader
 from kvd.config.settings import SETTINGS
+from kvd.config.sources import CONFIG, TLS_FILES, UPSTREAM_TLS_FILES
 from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency
 from tests.support import exposition, http_client
 from tests.support.asking import make_client_certificates

@@ -21,8 +21,7 @@ from examples.engine.options import EngineOptions
 from kvd.cli.face_client import FaceClient, addresses
 from kvd.cli.main import main
 from kvd.cli.status import check, of_one_process, read_samples
-from kvd.config import load as config
-from kvd.config import settings
+from kvd.config import settings, sources
 from kvd.config.parsers import Binds, TcpBind, UnixBind
 from tests.support import http_client
 from tests.support.asking import FACES, make_client_certificates
@@ -327,11 +326,11 @@ async def test_a_gateway_alone_is_found_at_its_default_address(
     tmp_path: Path,
 ) -> None:
     """Whoever starts `kvd gateway` without an address needs none for `kvd status` either."""
-    monkeypatch.setattr(config, "SERVICE_FILE", tmp_path / "none.toml")
+    monkeypatch.setattr(sources, "SERVICE_FILE", tmp_path / "none.toml")
     gone = Binds((TcpBind("127.0.0.1", find_free_port()),))  # others may serve at the defaults here
-    moved = {name: gone for name in config.FACE_BINDS if name != "gateway_bind"}
-    changed = [replace(one, default=moved.get(one.name, one.default)) for one in config.SETTINGS]
-    monkeypatch.setattr(config, "SETTINGS", changed)
+    moved = {name: gone for name in sources.FACE_BINDS if name != "gateway_bind"}
+    changed = [replace(one, default=moved.get(one.name, one.default)) for one in settings.SETTINGS]
+    monkeypatch.setattr(sources, "SETTINGS", changed)
     async with (
         engines(EngineOptions(events=False)) as (engine,),
         gateway_of(kvd_process, [engine.url], count=1) as client,
@@ -395,7 +394,7 @@ def test_the_file_of_the_service_is_read_where_none_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "kvd.toml"
-    monkeypatch.setattr(config, "SERVICE_FILE", path)
+    monkeypatch.setattr(sources, "SERVICE_FILE", path)
     faces = dict.fromkeys(FACES, "off") | {"indexer": binds[0].partition("=")[2]}
     text = [f'{name.replace("-", "_")}_bind = "{bind}"\n' for name, bind in faces.items()]
     code, shown = status(capsys, *binds)  # the file need not exist

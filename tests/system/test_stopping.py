@@ -16,9 +16,10 @@ import trio.abc
 
 from kvd.app.assembly import DescriptorBounds
 from kvd.app.daemon import serve
-from kvd.config.load import FACE_BINDS, load
+from kvd.config.load import load
 from kvd.config.parsers import OFF, Binds, TcpBind
 from kvd.config.reload import ConfigReader
+from kvd.config.sources import FACE_BINDS
 from kvd.platform.activation import PassedSockets
 from kvd.platform.signals import Signals
 from tests.support.ports import find_free_port

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.cli.serving import GATEWAY_DEFAULTS
-from kvd.config.load import (
-    CONFIG,
-    DEFAULTS,
-    FACE_BINDS,
-    Config,
-    ReplicaSyncOptions,
-    StartError,
-    load,
-)
+from kvd.config.errors import StartError
+from kvd.config.load import Config, ReplicaSyncOptions, load
 from kvd.config.parsers import (
     OFF,
     TcpBind,
@@ -35,6 +28,7 @@ from kvd.config.settings import (
     HTTP_SETTINGS,
     SETTINGS,
 )
+from kvd.config.sources import CONFIG, DEFAULTS, FACE_BINDS
 from kvd.config.workers import StaticWorker
 from kvd.http.limits import HttpLimits
 from kvd.http.options import TlsFiles, UnixRights

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from kvd.cli.main import load_config, main
 from kvd.cli.settings_page import TITLE
 from kvd.config import file as configfile
-from kvd.config.load import CONFIG, EffectiveSetting, StartError, load, resolve
+from kvd.config.errors import StartError
+from kvd.config.load import load
 from kvd.config.parsers import Setting, parse_face_binds
 from kvd.config.settings import SETTINGS
+from kvd.config.sources import CONFIG, EffectiveSetting, resolve
 from tests.support.budget import scaled
 from tests.support.processes import REPOSITORY
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvd.config.load import StartError, load
+from kvd.config.errors import StartError
+from kvd.config.load import load
 from kvd.http.app import build_app
 from kvd.http.context import ServerContext
 from kvd.http.front import Front
