@@ -8,6 +8,7 @@
 //   engine   a simulated engine with OpenAI's API, for use behind a gateway
 //   streams  next turns of conversations, with streamed answers; latencies, gateway CPU
 //   rounds   every turn of every conversation once
+//   echo     a server that only answers: the shortest round trip on this machine
 //   bodies   prints request bodies, one a line, as `http` would send them
 //
 // README.md explains the figures.
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <exception>
 
+#include "loadgen/echo.hpp"
 #include "loadgen/hold.hpp"
 #include "loadgen/ingest.hpp"
 #include "loadgen/load.hpp"
@@ -35,13 +37,13 @@ struct Mode {
 constexpr Mode kModes[] = {
     {"ingest", run_ingest}, {"hold", run_hold},     {"admit", run_admit},
     {"http", run_http},     {"engine", run_engine}, {"streams", run_streams},
-    {"rounds", run_rounds}, {"bodies", run_bodies},
+    {"rounds", run_rounds}, {"echo", run_echo},     {"bodies", run_bodies},
 };
 
 int usage() {
-  std::fprintf(
-      stderr,
-      "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|bodies [--option value]...\n");
+  std::fprintf(stderr,
+               "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|echo|bodies [--option "
+               "value]...\n");
   for (const OptionSpec& option : kOptions)
     std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
   return 2;

@@ -1,4 +1,4 @@
-// HTTP/1.1 as a client: addresses, requests, an incremental response reader, a blocking caller.
+// Sockets, and HTTP/1.1 as a client: requests, an incremental response reader, a blocking caller.
 #pragma once
 
 #include <arpa/inet.h>
@@ -57,6 +57,19 @@ inline int connect_to(const std::string& url) {
   const timeval limit{kSocketTimeout, 0};
   setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
   setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  return fd;
+}
+
+// Returns a socket that listens on 127.0.0.1; `flags` are added to its type.
+inline int listen_on(long port, int flags) {
+  const int fd = socket(AF_INET, SOCK_STREAM | flags, 0), on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(uint16_t(port));
+  if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) || listen(fd, 4096))
+    fail_errno("listen on port " + std::to_string(port));
   return fd;
 }
 

@@ -51,8 +51,10 @@ inline constexpr OptionSpec kOptions[] = {
     {"spaces", "0", "1: JSON arrays with \", \" between items, as Python's json.dumps writes them"},
     {"path", "/health", "path of kinds get and raw"},
     {"body", "{}", "body of kind raw (POST, application/json)"},
-    // engine
-    {"port", "8000", "port of the simulated engine on 127.0.0.1"},
+    // echo
+    {"awake", "0", "1: polls for the next request in place of sleeping until it comes"},
+    // engine and echo
+    {"port", "8000", "port on 127.0.0.1"},
     {"cache-blocks", "65536", "blocks in its prefix cache"},
     {"prefill-us", "0", "microseconds for each token of a prompt that is not cached"},
     // streams and conversations

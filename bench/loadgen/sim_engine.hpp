@@ -75,7 +75,7 @@ class SimEngine {
         cache_(blocks_, block_size_),
         publisher_(1),
         epoll_(epoll_create1(0)),
-        listener_(listen_on(port_)),
+        listener_(listen_on(port_, SOCK_NONBLOCK)),
         frame_(as_chunk(stream_frame(model_))),
         end_(as_chunk("data: [DONE]\n\n") + "0\r\n\r\n") {
     watch(listener_, EPOLLIN);
@@ -113,18 +113,6 @@ class SimEngine {
     uint64_t number;
     bool operator<(const Due& other) const { return at > other.at; }  // the earliest on top
   };
-
-  static int listen_on(long port) {
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), on = 1;
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    address.sin_port = htons(uint16_t(port));
-    if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) || listen(fd, 4096))
-      fail_errno("listen on port " + std::to_string(port));
-    return fd;
-  }
 
   void watch(int fd, uint32_t events) {
     epoll_event event{};
