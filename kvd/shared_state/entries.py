@@ -230,7 +230,7 @@ class ViewHead:
     numbers: Mapping[str, int]  # by writer: the last step that was in it when it was begun
     position: Position  # up to which the writer had read the stream then
     own: int  # number of the writer's own last step then, sent or not
-    partial: bool  # it lacks live requests, so a missing request need not have ended
+    ended: frozenset[Dot]  # bookings beyond the numbers that have ended
     served: list[tuple[str, str | None]]  # models and tenants; empty means all
 
     def packed(self) -> bytes:
@@ -242,7 +242,7 @@ class ViewHead:
             "numbers": dict(self.numbers),
             "position": str(self.position),
             "own": self.own,
-            "partial": self.partial,
+            "ended": packed_dots(list(self.ended)),
             "served": self.served,
         }
         content: bytes = msgpack.packb(members)
@@ -262,7 +262,7 @@ class ViewHead:
                 {str(writer): number_of(number) for writer, number in members["numbers"].items()},
                 Position.of(members["position"]),
                 number_of(members["own"]),
-                bool(members["partial"]),
+                frozenset(dot for dot in read_dots(members["ended"]) if dot is not None),
                 [(model, tenant) for model, tenant in members["served"]],
             )
 

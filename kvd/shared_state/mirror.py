@@ -6,19 +6,22 @@
 
     numbers    writer ──> number up to which all its steps are in here
     requests   face, model, tenant, id ──> Known: its dot, and from where on its steps count
+    ended      dots of ended requests, as far as `numbers` do not include them
     behind     writer ──> number of a step of it that exists, although earlier ones are missing here
 
 The dot of a request is its writer and the number of the step that booked it. If a replica's
-`numbers` include that step and it does not have the request, then the request has ended. So two
-views merge without remembering ended requests (an observed-remove set with a version vector): if
-only one of them has a request, the other's numbers say whether the request is new or gone.
+`numbers` or `ended` include that step and it does not have the request, then the request has ended.
+So two views merge without remembering all ended requests (an observed-remove set with a version
+vector and a cloud of dots): if only one of them has a request, the other's numbers say whether the
+request is new or gone.
 
 1. The steps of a writer are applied in the order of their numbers, each once. After a gap no more
    are applied until a view with the missing ones has been merged.
 2. If two writers book the same id, all replicas keep the booking that is first in the stream.
 3. A step belongs to one booking, named by its dot, or by another one: a restored request that no
    view describes, as after the server was emptied, gets a dot at each process. A step that arrives
-   before its booking is held for a while.
+   before its booking is held for a while. Who ends such a request ends each of its dots in a step
+   of its own, since others may know it by any one of them.
 4. A step counts for a request unless the request's description includes it already. A view includes
    its writer's own steps up to the last one, and the steps of others up to the position at which
    the writer had read the stream.
@@ -76,14 +79,16 @@ SLICE = 32  # records applied between two checkpoints: under 1 ms
 # The position given to our own steps on bookings known from replica sync alone: no view has them.
 NEWEST = Position(2**63, 0)
 
-# Requests that wait for their rank to be registered here. Further ones are left out, and the view
-# of this process says that it is partial.
+# Requests that wait for their rank to be registered here. Further ones are left out, and views of
+# this process do not count the steps of their writers from there on.
 MAX_WAITING = 16_384
 
 # Steps that wait for their booking, and how long: with replica sync on, too, a step may overtake
 # its booking. Beyond the bound the oldest are dropped.
 MAX_EARLY = 65_536
 EARLY_S = 60.0
+
+MAX_ENDED = 65_536  # dots in `ended`; beyond that the oldest are forgotten
 
 # Time after which a silent writer without live requests is forgotten, since each restart makes a
 # new writer. If the writer is still there, its next step shows as a gap, and its view is read.
@@ -166,7 +171,7 @@ class MirrorStats:
     bookings: int = 0  # requests of others, booked here
     ended: int = 0  # requests that a view has shown to be gone
     replaced: int = 0  # bookings made here under an id that another process had booked first
-    left_out: int = 0  # requests beyond MAX_WAITING, and held steps beyond MAX_EARLY
+    left_out: int = 0  # beyond MAX_WAITING, MAX_EARLY or MAX_ENDED
     gaps: int = 0
     views: int = 0  # merged
 
@@ -197,6 +202,8 @@ class Mirror:
         self.requests: dict[Name, Known] = {}
         self.waiting: dict[Name, Known] = {}
         self.behind: dict[str, int] = {}
+        self.ended: dict[Dot, None] = {}  # the oldest first
+        self.untold: list[tuple[Name, Dot]] = []  # ends that are still to be made own steps
         self.stats = MirrorStats()
         self._faces = faces
         self._affinity = affinity
@@ -209,6 +216,7 @@ class Mirror:
         self._began_at = math.inf
         self._early: dict[Dot | Name, list[tuple[float, ForeignStep]]] = {}
         self._held = 0  # number of steps in `_early`
+        self._lacking: dict[str, int] = {}  # by writer: its first booking that was left out here
         self._eased: set[PartitionKey] = set()  # where waiting selections are to be woken
 
     # ---- steps made here
@@ -233,6 +241,9 @@ class Mirror:
         known = self.requests[found]
         if step.kind == ENDED:
             self._deduplicator.note_end(*name[1:])
+            self._note_ended(known.dot)
+            for dot in known.also:
+                self._end_dot(found, dot)
             self._forget(found)
         return known.dot
 
@@ -258,7 +269,33 @@ class Mirror:
 
     def has_all(self, numbers: Mapping[str, int]) -> bool:
         """Returns whether all steps up to these numbers, by writer, are in here."""
-        return all(self.numbers.get(each, 0) >= last for each, last in numbers.items())
+        return all(self._whole(each) >= last for each, last in numbers.items())
+
+    def whole_numbers(self) -> dict[str, int]:
+        """Returns, by writer, up to which number its steps are in here, and none was left out."""
+        return {each: self._whole(each) for each in self.numbers}
+
+    def _whole(self, writer: str) -> int:
+        number = self.numbers.get(writer, 0)
+        return min(number, self._lacking.get(writer, number + 1) - 1)
+
+    def has_heard(self, dot: Dot) -> bool:
+        """Returns whether a booking is in here, or has been and has ended."""
+        number = self.own if dot.writer == self.writer else self._whole(dot.writer)
+        return dot.number <= number or dot in self.ended
+
+    def _note_ended(self, dot: Dot) -> None:
+        """Notes the end of a booking, perhaps before all earlier steps of its writer are here."""
+        if not self.has_heard(dot):
+            self.ended[dot] = None
+            if len(self.ended) > MAX_ENDED:
+                del self.ended[next(iter(self.ended))]
+                self.stats.left_out += 1
+
+    def _end_dot(self, name: Name, dot: Dot) -> None:
+        """Ends a booking by a step of ours, for those who know its request by this dot alone."""
+        self._note_ended(dot)
+        self.untold.append((name, dot))
 
     def drop_unknown(self, shared_at: float) -> Iterator[None]:
         """Ends bookings from before `shared_at` that no other process knows.
@@ -306,6 +343,8 @@ class Mirror:
         for writer, at in list(self._heard_at.items()):
             if at < now - FORGET_S and writer not in writers:
                 del self.numbers[writer], self._heard_at[writer]
+                self._lacking.pop(writer, None)
+        self.ended = {dot: None for dot in self.ended if dot.number > self._whole(dot.writer)}
         old = [of for of, steps in self._early.items() if steps[0][0] < now - EARLY_S]
         for of in old:
             self._held -= len(self._early.pop(of))
@@ -367,7 +406,7 @@ class Mirror:
     def heard_lately(self) -> dict[str, int]:
         """Returns the numbers of the writers that have recently sent steps."""
         since = self._clock() - FORGET_S / 2
-        return {each: self.numbers[each] for each, at in self._heard_at.items() if at >= since}
+        return {each: self._whole(each) for each, at in self._heard_at.items() if at >= since}
 
     def missed(self, writer: str, number: int) -> None:
         """Notes that steps of a writer up to a number exist, some of which are missing here."""
@@ -386,6 +425,8 @@ class Mirror:
             return
         name = Name(ledger.face, ledger.key, record.request_id)
         if isinstance(record, Booked):
+            if foreign.dot in self.ended:
+                return
             known = self.requests.get(name)
             if known is not None and not self._end_if_later(name, known):
                 return
@@ -404,16 +445,17 @@ class Mirror:
         known = None if found is None else self.requests[found]
         is_it = known is not None and foreign.request_dot in (None, *known.dots)
         if found is not None and known is not None and is_it:
+            # Who described the request may have read its end by a dot that it did not know.
+            is_end = step.kind == ENDED and foreign.request_dot is not None
             if step.kind == OUTPUT:
                 self._take_output(found, foreign.dot, step)
-            elif not known.seen.covers(*foreign.dot, foreign.position):
+            elif is_end or not known.seen.covers(*foreign.dot, foreign.position):
                 self._step(found, step)
         elif foreign.request_dot is None:
             self._hold(name, foreign)
-        elif (
-            foreign.request_dot.number > self.numbers.get(foreign.request_dot.writer, 0)
-            and foreign.request_dot.writer != self.writer
-        ):
+        elif step.kind == ENDED:
+            self._note_ended(foreign.request_dot)
+        elif not self.has_heard(foreign.request_dot):
             self._hold(foreign.request_dot, foreign)
 
     def _take_output(self, name: Name, dot: Dot, step: Stepped) -> None:
@@ -462,22 +504,26 @@ class Mirror:
                     self._take_step(name, replace(foreign, request_dot=dot), step)
 
     def note_dots(self, name: Name, dots: Iterable[Dot]) -> None:
-        """Notes dots that a request has elsewhere, and applies the steps that were held for them.
+        """Notes dots that a request has elsewhere, and applies the steps that came before them.
 
         Each process gives its own dot to a restored request, unless another has described it.
         """
         for dot in dots:
             known = self.requests.get(name)
-            if known is not None and dot not in known.dots:
+            if known is None:
+                return
+            if dot not in known.dots:
                 known.also += (dot,)
-                if self._early:
-                    self._take_held(name, dot, False, 0)
+            if dot in self.ended:
+                self._end(name)
+            elif self._early:
+                self._take_held(name, dot, False, 0)
 
     def _end_if_later(self, name: Name, known: Known) -> bool:
         """Ends a booking of this process if another's is first in the stream; returns whether."""
         if known.dot.writer != self.writer or known.dot.number <= self.settled:
             return False
-        self._end(name)
+        self._drop(name)
         self._from_before.discard(name)  # it goes on as the other's
         self.stats.replaced += 1
         return True
@@ -494,7 +540,9 @@ class Mirror:
     ) -> None:
         is_old = at < self._began_at and name in self._from_before
         if is_old and not self._is_booked(name.face, name):
-            return  # it has ended here since it was restored, when nobody knew it by this dot
+            # It has ended here since it was restored, when it was not known by this dot.
+            self._end_dot(name, dot)
+            return
         known = self.requests[name] = Known(dot, seen, None)
         is_new = self._rebook(name, known, block_size, booking, at)
         if is_new:
@@ -528,6 +576,8 @@ class Mirror:
                 return False
         if len(self.waiting) >= MAX_WAITING:
             self.stats.left_out += 1
+            writer, booked = known.dot
+            self._lacking[writer] = min(booked, self._lacking.get(writer, booked))
             del self.requests[name]
             return True
         known.waiting = RequestWithoutRank(block_size, booking, at)
@@ -601,11 +651,17 @@ class Mirror:
                 face.ledger_of(name.key).output_block(name.request_id, step.fraction)
 
     def _end(self, name: Name) -> None:
+        """Ends a request, as others have said by one of its dots."""
+        known = self.requests[name]
+        for dot in known.dots:
+            if known.also and dot.writer == self.writer:  # others may have it by our dot alone
+                self._end_dot(name, dot)
+            self._note_ended(dot)
+        self._drop(name)
+
+    def _drop(self, name: Name) -> None:
         self._deduplicator.note_end(*name[1:])
         known = self.requests[name]
-        if known.also and any(dot.writer == self.writer for dot in known.dots):
-            # Some may have it by our dot alone, after its end: our next view shows that it is gone.
-            self.skip_own()
         if known.face is not None:
             self._mirror_step(self._faces[known.face], name, Step.FREE)
         self._forget(name)
@@ -660,7 +716,6 @@ class Merge:
         self._writer = writer
         self._head = head
         self._mentioned: set[Name] = set()
-        self._before = dict(mirror.numbers)
         self._lacking: dict[str, int] = {}  # by writer: its first booking that the view only names
 
     def take(self, piece: Piece, age_s: float) -> Iterator[None]:
@@ -689,7 +744,7 @@ class Merge:
             name = Name(Face(face), PartitionKey(model_name, tenant_id), request_id)
             found = mirror._find(name)
             self._mentioned.add(found or name)
-            if found is None and dot.number > self._has_heard(dot.writer):
+            if found is None and not mirror.has_heard(dot):
                 self._lacking[dot.writer] = min(
                     dot.number, self._lacking.get(dot.writer, dot.number)
                 )
@@ -710,26 +765,23 @@ class Merge:
         if found is not None:
             mirror.bring_up(found, booked, seen, outputs)
             mirror.note_dots(found, dots)
-        elif all(dot.number > self._has_heard(dot.writer) for dot in dots):
+        elif not any(map(mirror.has_heard, dots)):
             at = min(mirror._clock(), booked.admitted_at + later)
             content = Booking.of(booked), at, dots[0], seen, outputs
             mirror._take_booking(name, ledger.block_size, *content)
             mirror.note_dots(name, dots)
 
-    def _has_heard(self, writer: str) -> int:
-        mirror = self._mirror
-        return mirror.own if writer == mirror.writer else self._before.get(writer, 0)
-
     def finish(self) -> Iterator[None]:
         """Ends the requests that the writer knew and no longer has; takes over its numbers."""
         mirror, head = self._mirror, self._head
-        if not head.partial:
-            for number, (name, known) in enumerate(list(mirror.requests.items()), 1):
-                if self._is_gone(name, known) and mirror.requests.get(name) is known:
-                    mirror._quietly(mirror._end, name)
-                    mirror.stats.ended += 1
-                if number % SLICE == 0:
-                    yield
+        for number, (name, known) in enumerate(list(mirror.requests.items()), 1):
+            if self._is_gone(name, known) and mirror.requests.get(name) is known:
+                mirror._quietly(mirror._end, name)
+                mirror.stats.ended += 1
+            if number % SLICE == 0:
+                yield
+        for dot in head.ended:
+            mirror._note_ended(dot)
         for writer, number in head.numbers.items():
             if writer != mirror.writer:
                 whole = min(number, self._lacking.get(writer, number + 1) - 1)
@@ -739,6 +791,8 @@ class Merge:
     def _is_gone(self, name: Name, known: Known) -> bool:
         served = self._head.served
         is_served = not served or (name.key[0], None) in served or tuple(name.key) in served
-        heard = self._head.numbers
-        has_heard = any(dot.number <= heard.get(dot.writer, 0) for dot in known.dots)
+        heard, ended = self._head.numbers, self._head.ended
+        has_heard = any(
+            dot.number <= heard.get(dot.writer, 0) or dot in ended for dot in known.dots
+        )
         return is_served and name not in self._mentioned and has_heard

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from struct import Struct
 
 import trio
 
@@ -24,10 +25,12 @@ from kvd.shared_state.entries import ENTRY_BYTES, Dot, LedgerName, StreamEntry, 
 from kvd.shared_state.mirror import Faces, Mirror
 from kvd.slots.shared_loads import LEDGER, Ledgers
 from kvd.wire.lifecycle import Face
-from kvd_core.ledger.journal import Booked, Journal, OtherRecord, pieces, read
+from kvd_core.ledger.journal import ENDED, Booked, Journal, OtherRecord, pieces, read
 
 # Records that wait for the server: 20 s of 100 bookings a second with 1,000 blocks each.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
+
+STEP = Struct("<IH")  # a step's record before its id: its ledger, and the id's length
 
 # Steps numbered between two checkpoints: under 1 ms.
 NUMBERED_AT_ONCE = 64
@@ -47,6 +50,7 @@ class Outbox:
         self._ledgers: dict[int, LedgerName] = {}
         self._taken: Iterator[bytes] = iter(())  # records taken from the journal, not yet numbered
         self._taken_bytes = 0
+        self._ends = Journal(MAX_WAITING_BYTES)
         self._dropped = 0
 
     def __len__(self) -> int:
@@ -60,7 +64,7 @@ class Outbox:
 
     @property
     def has_unsent(self) -> bool:
-        return len(self) > 0
+        return len(self) > 0 or bool(self._mirror.untold)
 
     def introduce(self) -> None:
         """Records all ledgers anew: the journal was paused or full when they were opened."""
@@ -77,6 +81,8 @@ class Outbox:
 
     def _number_some(self, now: float) -> bool:
         """Numbers a slice of the recorded steps; returns whether there are more."""
+        if self._mirror.untold:
+            self._number_ends(now)
         if not self._taken_bytes:
             self._take()
         if piece := next(self._taken, b""):
@@ -86,7 +92,7 @@ class Outbox:
             self.entries.clear()
             self._size = 0
             self.holes += 1
-        return self._taken_bytes > 0 or len(self._journal) > 0
+        return self._taken_bytes > 0 or len(self._journal) > 0 or bool(self._mirror.untold)
 
     def _take(self) -> None:
         records = self._journal.take()
@@ -124,8 +130,28 @@ class Outbox:
                 mirror.booked_here(name, record.request_id)
                 continue
             dots.append(mirror.stepped_here(name, record))
-        self._size += len(records)
-        self.entries.append(StreamEntry(mirror.writer, first, mirror.own, now, used, dots, records))
+        self._append(StreamEntry(mirror.writer, first, mirror.own, now, used, dots, records))
+
+    def _number_ends(self, now: float) -> None:
+        """Numbers ends of bookings that no recorded step names: their dot here is another."""
+        mirror = self._mirror
+        ends = mirror.untold[:NUMBERED_AT_ONCE]
+        del mirror.untold[:NUMBERED_AT_ONCE]
+        names: dict[int, LedgerName] = {}
+        dots: list[Dot | None] = []
+        for number, (name, dot) in enumerate(ends):
+            request_id = name.request_id.encode()
+            self._ends.put(ENDED, STEP.pack(number, len(request_id)) + request_id)
+            names[number] = LedgerName(name.face, name.key, 0)
+            dots.append(dot)
+        first = mirror.own + 1
+        mirror.own += len(ends)
+        records = self._ends.take()
+        self._append(StreamEntry(mirror.writer, first, mirror.own, now, names, dots, records))
+
+    def _append(self, entry: StreamEntry) -> None:
+        self._size += len(entry.records)
+        self.entries.append(entry)
 
     def _introduce(self, content: bytes) -> None:
         number, face, model_name, tenant_id, block_size = unpacked(content)

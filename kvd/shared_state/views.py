@@ -91,9 +91,8 @@ class Views:
         mirror = self._mirror
         async with self._at_rest:
             await self._outbox.drain()
-            numbers = mirror.numbers | {mirror.writer: mirror.own}
-            position, own = mirror.position, mirror.own
-            left_out = mirror.stats.left_out
+            numbers = mirror.whole_numbers() | {mirror.writer: mirror.own}
+            position, own, ended = mirror.position, mirror.own, frozenset(mirror.ended)
         number = self.number + 1
         name = keys.pieces(mirror.writer, number)
         pieces = size = 0
@@ -106,8 +105,7 @@ class Views:
                     await client.expire(name, VIEW_S)
                 pieces += 1
                 size += len(content)
-        partial = left_out > 0
-        head = ViewHead(number, pieces, size, numbers, position, own, partial, list(self._served))
+        head = ViewHead(number, pieces, size, numbers, position, own, ended, list(self._served))
         await client.set(keys.view(mirror.writer), head.packed(), ex=VIEW_S)
         if self.number:
             await client.expire(keys.pieces(mirror.writer, self.number), OLD_PIECES_S)

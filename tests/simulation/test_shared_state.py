@@ -33,7 +33,7 @@ from kvd.shared_state.keys import Keys
 from kvd.shared_state.mirror import Faces, Merge, Mirror
 from kvd.shared_state.outbox import NUMBERED_AT_ONCE, Outbox
 from kvd.shared_state.session import KnownFleet, Session
-from kvd.shared_state.views import Views
+from kvd.shared_state.views import Views, ViewStats, read_head, read_pieces
 from kvd.slots.rebooking import Booking, rebook
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
@@ -335,11 +335,30 @@ def count(replica: Replica, prefix: str, names: int) -> int:
     return len(replica.live([f"{prefix}{number}" for number in range(names)]))
 
 
+async def read_view(client: Any, here: Replica, there: Replica, *, to_end: bool = True) -> None:
+    """Writes a view on one replica, and merges it on another up to its end, or its pieces alone."""
+    await there.views.write(client, Keys("kvd"), 0.0)
+    head = await read_head(client, Keys("kvd"), there.name)
+    assert head is not None
+    merge = Merge(here.mirror, there.name, head)
+    async for piece in read_pieces(client, Keys("kvd"), there.name, head, ViewStats()):
+        assert list(merge.take(piece, 0.0)) == []
+    if to_end:
+        assert list(merge.finish()) == []
+
+
+async def take_all(here: Replica, there: Replica) -> None:
+    """Applies all steps that one replica has made, so far, to another."""
+    await there.outbox.drain()
+    for number, entry in enumerate(there.outbox.entries, 1):
+        assert list(here.mirror.take(entry, Position(1, number), 0.0)) == []
+
+
 def merge_view(here: Replica, there: Replica, pieces: list[Piece], age_s: float) -> None:
     """Merges a view that a replica has written of all that it has."""
     numbers = {there.mirror.writer: there.mirror.own}
     position, own = there.mirror.position, there.mirror.own
-    head = ViewHead(1, 1, 1, numbers, position, own, partial=False, served=[])
+    head = ViewHead(1, 1, 1, numbers, position, own, ended=frozenset(), served=[])
     merge = Merge(here.mirror, there.mirror.writer, head)
     for piece in pieces:
         assert list(merge.take(piece, age_s)) == []
@@ -470,6 +489,115 @@ def test_all_end_what_each_has_restored_on_its_own() -> None:
             replica.slots.end(replica.tracker, f"old{number}")
         await trio.sleep(20)
         assert [count(each, "old", 6) for each in replicas] == [0, 0, 0]
+
+    run(scenario)
+
+
+def test_what_ended_before_another_restored_it_ends_there() -> None:
+    """The server loses all; who restores a request first ends it before another claims it."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        replicas = [Replica(server, name) for name in ("one", "two")]
+        for each in replicas:
+            nursery.start_soon(each.run)
+        for number in range(2):
+            replicas[0].book(f"r{number}", 0, [number])
+        await trio.sleep(5)
+        for each in replicas:
+            each.kill()
+        server.flush()
+        first = Replica(server, "first", before=replicas[0])
+        nursery.start_soon(first.run)
+        await trio.sleep(20)
+        first.slots.end(first.tracker, "r0")
+        await trio.sleep(5)
+        server.flush()
+        second = Replica(server, "second", before=replicas[1])
+        nursery.start_soon(second.run)
+        await trio.sleep(20)
+        assert list(first.live(["r0", "r1"])) == list(second.live(["r0", "r1"])) == ["r1"]
+
+    run(scenario)
+
+
+def test_what_ends_while_its_view_is_merged_is_in_the_next_view() -> None:
+    """Of the writer only the booking is known then, not all steps up to it."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, ender, other = (Replica(server, name) for name in ("maker", "ender", "other"))
+        maker.book("r0", 0, [1])
+        maker.book("r1", 0, [1])
+        await read_view(server, other, maker)
+        await read_view(server, ender, maker, to_end=False)
+        assert count(ender, "r", 2) == count(other, "r", 2) == 2
+        ender.slots.end(ender.tracker, "r0")
+        await read_view(server, other, ender)
+        assert list(other.live(["r0", "r1"])) == ["r1"]
+        await read_view(server, ender, maker)
+        assert list(ender.live(["r0", "r1"])) == ["r1"]
+
+    run(scenario)
+
+
+def test_an_end_that_came_before_its_booking_is_in_a_view() -> None:
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, ender = Replica(server, "maker"), Replica(server, "ender")
+        reader, other = Replica(server, "reader"), Replica(server, "other")
+        maker.book("r0", 0, [1])
+        for each in ender, other:
+            await take_all(each, maker)
+        ender.slots.end(ender.tracker, "r0")
+        await take_all(reader, ender)
+        await read_view(server, other, reader)
+        assert count(other, "r", 1) == 0
+        await take_all(reader, maker)
+        assert count(reader, "r", 1) == 0
+
+    run(scenario)
+
+
+def test_an_end_by_one_dot_ends_a_request_that_is_known_by_another() -> None:
+    """Two restored the request, each on its own; who ends it knows of both dots."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker = Replica(server, "maker")
+        maker.book("r0", 0, [1])
+        one, two = (Replica(server, name, before=maker) for name in ("one", "two"))
+        other = Replica(server, "other")
+        for each in one, two:
+            assert not any(each.mirror.claim())
+        await read_view(server, one, two)
+        await read_view(server, other, two)
+        other.mirror.hear("one", one.mirror.own)
+        one.slots.end(one.tracker, "r0")
+        for each in two, other:
+            each.mirror.hear("one", 1)
+            await take_all(each, one)
+        assert [count(each, "r", 1) for each in (one, two, other)] == [0, 0, 0]
+
+    run(scenario)
+
+
+def test_what_a_process_left_out_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many wait for their rank there; another process learns of their writer from its view."""
+    monkeypatch.setattr(mirror, "MAX_WAITING", 1)
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, other = Replica(server, "maker"), Replica(server, "other")
+        crowded = Replica(server, "crowded", registers=True)
+        reader = Replica(server, "reader")
+        maker.book("r0", 0, [1])
+        await take_all(reader, maker)
+        for number in range(1, 3):
+            maker.book(f"r{number}", 0, [number])
+        for each in crowded, other:
+            await take_all(each, maker)
+        assert crowded.mirror.stats.left_out == 2
+        await read_view(server, reader, crowded)
+        await read_view(server, other, reader)
+        assert count(other, "r", 3) == 3
+        await take_all(reader, maker)
+        assert count(reader, "r", 3) == 3
 
     run(scenario)
 
