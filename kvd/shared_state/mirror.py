@@ -20,8 +20,8 @@ request is new or gone.
 2. If two writers book the same id, all replicas keep the booking that is first in the stream.
 3. A step belongs to one booking, named by its dot, or by another one: a restored request that no
    view describes, as after the server was emptied, gets a dot at each process. A step that arrives
-   before its booking is held for a while. Who ends such a request ends each of its dots in a step
-   of its own, since others may know it by any one of them.
+   before its booking is held for a while. Who ends such a request, or learns of its end by one
+   dot, ends each other dot by a step of its own, since others may know it by that one alone.
 4. A step counts for a request unless the request's description includes it already. A view includes
    its writer's own steps up to the last one, and the steps of others up to the position at which
    the writer had read the stream.
@@ -36,7 +36,7 @@ Costs: a step some 10 µs, a booking with its hashes 20 µs; 400 bytes for a liv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -446,11 +446,11 @@ class Mirror:
         is_it = known is not None and foreign.request_dot in (None, *known.dots)
         if found is not None and known is not None and is_it:
             # Who described the request may have read its end by a dot that it did not know.
-            is_end = step.kind == ENDED and foreign.request_dot is not None
+            is_sure = step.kind == ENDED and foreign.request_dot is not None
             if step.kind == OUTPUT:
                 self._take_output(found, foreign.dot, step)
-            elif is_end or not known.seen.covers(*foreign.dot, foreign.position):
-                self._step(found, step)
+            elif is_sure or not known.seen.covers(*foreign.dot, foreign.position):
+                self._step(found, step, foreign.request_dot)
         elif foreign.request_dot is None:
             self._hold(name, foreign)
         elif step.kind == ENDED:
@@ -515,7 +515,7 @@ class Mirror:
             if dot not in known.dots:
                 known.also += (dot,)
             if dot in self.ended:
-                self._end(name)
+                self._end(name, [dot])
             elif self._early:
                 self._take_held(name, dot, False, 0)
 
@@ -637,10 +637,11 @@ class Mirror:
         booking.output_blocks = live.output_blocks + known.foreign_outputs - before
         add_outputs(owner.ledger, booking, live.output_blocks)
 
-    def _step(self, name: Name, step: Stepped) -> None:
+    def _step(self, name: Name, step: Stepped, dot: Dot | None = None) -> None:
+        """Applies a step that names a request by a dot, or by its id alone."""
         known = self.requests[name]
         if step.kind == ENDED:
-            self._end(name)
+            self._end(name, known.dots if dot is None else [dot])
         elif known.waiting is not None:
             known.waiting.booking.take(step)
         elif known.face is not None:
@@ -650,13 +651,13 @@ class Mirror:
             elif step.kind == OUTPUT and self._is_booked(known.face, name):
                 face.ledger_of(name.key).output_block(name.request_id, step.fraction)
 
-    def _end(self, name: Name) -> None:
-        """Ends a request, as others have said by one of its dots."""
-        known = self.requests[name]
-        for dot in known.dots:
-            if known.also and dot.writer == self.writer:  # others may have it by our dot alone
+    def _end(self, name: Name, by: Collection[Dot]) -> None:
+        """Ends a request, as others have said by some of its dots; we say it by the rest."""
+        for dot in self.requests[name].dots:
+            if dot in by:
+                self._note_ended(dot)
+            else:
                 self._end_dot(name, dot)
-            self._note_ended(dot)
         self._drop(name)
 
     def _drop(self, name: Name) -> None:
@@ -765,18 +766,24 @@ class Merge:
         if found is not None:
             mirror.bring_up(found, booked, seen, outputs)
             mirror.note_dots(found, dots)
-        elif not any(map(mirror.has_heard, dots)):
+            return
+        unheard = [dot for dot in dots if not mirror.has_heard(dot)]
+        if len(unheard) == len(dots):
             at = min(mirror._clock(), booked.admitted_at + later)
             content = Booking.of(booked), at, dots[0], seen, outputs
             mirror._take_booking(name, ledger.block_size, *content)
             mirror.note_dots(name, dots)
+        else:  # it has ended here by one of its dots
+            for dot in unheard:
+                mirror._end_dot(name, dot)
 
     def finish(self) -> Iterator[None]:
         """Ends the requests that the writer knew and no longer has; takes over its numbers."""
         mirror, head = self._mirror, self._head
         for number, (name, known) in enumerate(list(mirror.requests.items()), 1):
-            if self._is_gone(name, known) and mirror.requests.get(name) is known:
-                mirror._quietly(mirror._end, name)
+            gone = self._gone(name, known)
+            if gone and mirror.requests.get(name) is known:
+                mirror._quietly(mirror._end, name, gone)
                 mirror.stats.ended += 1
             if number % SLICE == 0:
                 yield
@@ -788,11 +795,11 @@ class Merge:
                 mirror.hear(writer, whole)
         mirror.stats.views += 1
 
-    def _is_gone(self, name: Name, known: Known) -> bool:
+    def _gone(self, name: Name, known: Known) -> list[Dot]:
+        """Returns the dots of a request that the writer has heard, if it no longer has it."""
         served = self._head.served
         is_served = not served or (name.key[0], None) in served or tuple(name.key) in served
+        if not is_served or name in self._mentioned:
+            return []
         heard, ended = self._head.numbers, self._head.ended
-        has_heard = any(
-            dot.number <= heard.get(dot.writer, 0) or dot in ended for dot in known.dots
-        )
-        return is_served and name not in self._mentioned and has_heard
+        return [dot for dot in known.dots if dot.number <= heard.get(dot.writer, 0) or dot in ended]

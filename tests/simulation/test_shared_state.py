@@ -578,6 +578,48 @@ def test_an_end_by_one_dot_ends_a_request_that_is_known_by_another() -> None:
     run(scenario)
 
 
+def test_who_learns_of_an_end_by_one_dot_tells_it_by_the_others() -> None:
+    """The maker came back and gave its own dot to the request, which only one other replica links.
+
+    The one that ends it takes it for another request then.
+    """
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, ender, other = (Replica(server, name) for name in ("maker", "ender", "other"))
+        maker.book("r0", 0, [1])
+        for each in ender, other:
+            await take_all(each, maker)
+        back = Replica(server, "back", before=maker)
+        assert not any(back.mirror.claim())
+        await read_view(server, other, back)
+        ender.slots.end(ender.tracker, "r0")
+        await read_view(server, ender, back)
+        await take_all(other, ender)
+        for each in ender, back:
+            await take_all(each, other)
+        assert [count(each, "r", 1) for each in (ender, other, back)] == [0, 0, 0]
+
+    run(scenario)
+
+
+def test_who_refuses_a_request_that_has_ended_by_another_dot_says_so() -> None:
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, linker = Replica(server, "maker"), Replica(server, "linker")
+        other = Replica(server, "other")
+        maker.book("r0", 0, [1])
+        await take_all(linker, maker)
+        back = Replica(server, "back", before=maker)
+        assert not any(back.mirror.claim())
+        await read_view(server, back, linker)
+        linker.slots.end(linker.tracker, "r0")
+        await read_view(server, other, linker)
+        await read_view(server, other, back)
+        await take_all(back, other)
+        assert [count(each, "r", 1) for each in (linker, other, back)] == [0, 0, 0]
+
+    run(scenario)
+
+
 def test_what_a_process_left_out_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many wait for their rank there; another process learns of their writer from its view."""
     monkeypatch.setattr(mirror, "MAX_WAITING", 1)
