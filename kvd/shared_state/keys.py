@@ -27,6 +27,16 @@ class Keys:
         return ":".join((f"{{{self.prefix}}}", *parts))
 
     @property
+    def types(self) -> dict[str, str]:
+        """The server's types of the keys that all processes share."""
+        return {
+            self.ops: "stream",
+            self.members: "set",
+            self.catalog: "hash",
+            self.catalog_changes: "string",
+        }
+
+    @property
     def ops(self) -> str:
         return self._name("ops")
 

@@ -72,6 +72,25 @@ async def connected(server: StateServer) -> AsyncIterator[Client]:
         yield await stack.enter_async_context(client)
 
 
+class WrongKey(RedisError):
+    """A key of the shared state is of another type: somebody else has written it."""
+
+
+async def check_types(client: Client, keys: Keys) -> None:
+    """Raises WrongKey if a key that all processes share is of another type.
+
+    It stays as it is, since it may be needed by whoever has written it.
+    """
+    for name, expected in keys.types.items():
+        answer: Any = await client.type(name)
+        found = answer.decode() if isinstance(answer, bytes) else answer
+        if found not in (expected, "none"):
+            raise WrongKey(
+                f"the key {name} is a {found} instead of a {expected}: another program has"
+                " written it; delete the key, or set another state_prefix"
+            )
+
+
 async def time_of(client: Client, keys: Keys) -> float:
     """Returns the server's clock in seconds; raises what the client raises.
 

@@ -86,7 +86,6 @@ class SharedState:
         self._stopping = trio.Event()
         self._ended = trio.Event()
         self._joined = trio.Event()  # the state of the others has been read
-        self._pause_s = FIRST_PAUSE_S  # before the server is tried again
         self._losses = 0  # sessions that ended by a fault
         self._fault: str | None = None  # why there is no session, as logged last
         if affinity is not None:
@@ -118,7 +117,9 @@ class SharedState:
             await self._outbox.drain()
 
     async def _keep_sessions(self) -> None:
+        pause_s, lease_s = FIRST_PAUSE_S, self._server.lease_s
         while not self._stopping.is_set():
+            began_at = trio.current_time()
             try:
                 async with connected(self._server) as client:
                     server = self._server
@@ -134,23 +135,24 @@ class SharedState:
                         self._fleet,
                         self._shared_until.note,
                         *about,
-                        server.lease_s,
+                        lease_s,
                     )
                     await session.run(self._welcome, self._stopping)
             except* ServerError as faults:
                 self._lost(faults)
             except* Exception as faults:  # the client may raise anything on a malformed answer
                 self._crashed(faults)
-            with trio.move_on_after(self._pause_s):
+            if trio.current_time() - began_at > lease_s:  # shorter ones may end by the same fault
+                pause_s = FIRST_PAUSE_S
+            with trio.move_on_after(pause_s):
                 await self._stopping.wait()
-            self._pause_s = min(LONGEST_PAUSE * self._server.lease_s, 2 * self._pause_s)
+            pause_s = min(LONGEST_PAUSE * lease_s, 2 * pause_s)
 
     def _welcome(self) -> None:
         """Notes that a session has begun, and the state of the others has been read."""
         log.info("shared_state_connected", server=str(self._server.address))
         self._fleet.is_connected = True
         self._fault = None
-        self._pause_s = FIRST_PAUSE_S
         self._joined.set()
 
     def _lost(self, faults: BaseExceptionGroup[BaseException]) -> None:
@@ -226,6 +228,11 @@ class SharedState:
                 stats.unknown_form,
             ),
             ("refused", "Number of writes that the server refused", stats.refused),
+            (
+                "wrong_keys",
+                "Number of tries to connect that found a key of another program on the server",
+                stats.wrong_keys,
+            ),
             ("lost_stream", "Number of times that the server had lost entries", stats.lost_stream),
             ("given_up", "Number of gaps given up because their process is gone", stats.given_up),
             ("steps", "Number of steps of other processes applied", of_mirror.steps),

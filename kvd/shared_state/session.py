@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import trio
-from coredis.exceptions import ReadOnlyError, ResponseError
+from coredis.exceptions import ReadOnlyError, ResponseError, WrongTypeError
 from coredis.tokens import PureToken
 
 from kvd.index.served_models import ServedModels
@@ -46,7 +46,7 @@ from kvd.shared_state.keys import Keys
 from kvd.shared_state.members import Member
 from kvd.shared_state.mirror import Merge, Mirror
 from kvd.shared_state.outbox import Outbox
-from kvd.shared_state.server import Client, time_of
+from kvd.shared_state.server import Client, WrongKey, check_types, time_of
 from kvd.shared_state.views import Views, read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
@@ -86,6 +86,7 @@ class SessionStats:
     unknown_form: int = 0  # entries of another version of kvd
     refused: int = 0  # writes, by a server that is full or may not be written to
     lost_stream: int = 0  # how often the server had fewer entries than had been read
+    wrong_keys: int = 0  # sessions that did not begin, since a key was of another type
     given_up: int = 0  # gaps given up because their process is gone
 
 
@@ -206,6 +207,11 @@ class Session:
         Registrations come first, so that the bookings of others find their ranks.
         """
         mirror = self._mirror
+        try:
+            await check_types(self._client, self._keys)
+        except WrongKey:
+            self._stats.wrong_keys += 1
+            raise
         await self._check_stream()
         await self._sync_catalog()
         if self._fleet.has_joined:
@@ -319,7 +325,8 @@ class Session:
         refusals = self._fleet.refusals
         try:
             await command
-        except ReadOnlyError:  # the server has become a copy; a new session finds the new primary
+        except (ReadOnlyError, WrongTypeError):
+            # The server has become a copy, or a key is not ours: a new session finds out more.
             raise
         except ResponseError as error:
             self._stats.refused += 1

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import trio
+from coredis.exceptions import WrongTypeError
 
 from kvd.selection.affinity import Affinity
 from kvd.shared_state.entries import (
@@ -177,7 +178,8 @@ async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:
 
     Raises Unreadable, and what the client raises.
     """
-    content = await client.get(keys.view(writer))
+    # Unlike GET, this answers nothing if others made it a key of another type: a new view heals it.
+    [content] = await client.mget([keys.view(writer)])
     return None if content is None else ViewHead.read(content)
 
 
@@ -189,7 +191,10 @@ async def read_pieces(
         raise Unreadable(f"the {head.pieces} pieces of a view exceed the limit of {MAX_PIECES}")
     name = keys.pieces(writer, head.number)
     for index in range(head.pieces):
-        found = await client.lrange(name, index, index)
+        try:
+            found = await client.lrange(name, index, index)
+        except WrongTypeError as error:
+            raise Unreadable(f"the pieces of a view are no list: {error}") from None
         if not found:
             raise Unreadable(f"piece {index} of a view is not there any more")
         content = next(iter(found))

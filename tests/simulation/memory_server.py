@@ -118,6 +118,10 @@ class MemoryServer:
             self._ends[name] = self._now() + (ex or 0) + (px or 0) / 1000
         return True
 
+    async def type(self, name: str) -> bytes:
+        await self._enter()
+        return b"none"  # all keys are those that sessions have made
+
     async def exists(self, names: Iterable[str]) -> int:
         await self._enter()
         return sum(self._find(name) is not None for name in names)

@@ -428,6 +428,42 @@ def test_what_anybody_writes_ends_no_replica(fleet: Fleet, server: StateServer) 
     assert server.ask(b"FLUSHALL").startswith(b"+OK")
 
 
+@pytest.mark.parametrize("name", ["ops", "members", "catalog:changes"])
+def test_a_key_of_another_type_is_named(fleet: Fleet, server: StateServer, name: str) -> None:
+    """It costs one session, and the key stays as it is until it is deleted."""
+    one = fleet.kvds[0]
+    fleet.steps(20)
+    fleet.settle()
+    tries, losses = "kvd_shared_state_wrong_keys_total", "kvd_shared_state_losses_total"
+    before, lost = one.metric(tries), one.metric(losses)
+    script = b"\"redis.call('DEL', KEYS[1]) return redis.call('HSET', KEYS[1], 'of', 'others')\""
+    key = b"{kvd}:" + name.encode()
+    assert server.ask(b"EVAL %b 1 %b" % (script, key)) == b":1\r\n"
+    wait(lambda: one.metric(tries) >= before + 3)
+    fault = one.get("selection", "/ready")["shared_state"]["fault"]
+    assert f"the key {{kvd}}:{name} is a hash instead of a s" in fault
+    assert one.metric(losses) == lost + 1
+    fleet.steps(20)
+    assert b"others" in server.ask(b"HGET %b of" % key)
+    assert server.ask(b"DEL %b" % key) == b":1\r\n"
+    fleet.settle()
+
+
+def test_a_view_of_another_type_is_replaced(fleet: Fleet, server: StateServer) -> None:
+    fleet.steps(20)
+    fleet.settle()
+    losses = "kvd_shared_state_losses_total"
+    names = server.ask(b"SMEMBERS {kvd}:members").split(b"\r\n")
+    for writer in (name for name in names if len(name) == 16):
+        for key in (b"{kvd}:view:%b" % writer, b"{kvd}:member:%b" % writer):
+            server.ask(b"DEL %b" % key)
+            server.ask(b"LPUSH %b x" % key)
+    with fleet.with_another():
+        fleet.steps(20, *fleet.kvds[:REPLICAS])
+        fleet.settle()
+        assert fleet.kvds[REPLICAS].metric(losses) == 0
+
+
 def test_keys_of_another_type_are_said_and_heal(fleet: Fleet, server: StateServer) -> None:
     one = fleet.kvds[0]
     fleet.steps(20)
@@ -439,7 +475,7 @@ def test_keys_of_another_type_are_said_and_heal(fleet: Fleet, server: StateServe
     push = b"return redis.call('LPUSH', '{kvd}:catalog:changes', 'x')"
     assert server.ask(b"EVAL \"redis.call('FLUSHALL') %b%b\" 0" % (sets, push)) == b":1\r\n"
     fleet.steps(20)
-    wait(lambda: "wrong kind" in str(one.get("selection", "/ready")["shared_state"]["fault"]))
+    wait(lambda: "instead of" in str(one.get("selection", "/ready")["shared_state"]["fault"]))
     assert server.ask(b"FLUSHALL").startswith(b"+OK")
     fleet.settle()
 
