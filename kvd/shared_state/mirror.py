@@ -429,6 +429,8 @@ class Mirror:
                 return
             known = self.requests.get(name)
             if known is not None and not self._end_if_later(name, known):
+                if name in self._from_before:  # it may be this very booking, by its first dot
+                    self.note_dots(name, [foreign.dot])
                 return
             at = min(self._clock(), record.admitted_at + later)
             content = Booking.of(record), at, foreign.dot, _all(foreign.dot)
@@ -506,15 +508,18 @@ class Mirror:
     def note_dots(self, name: Name, dots: Iterable[Dot]) -> None:
         """Notes dots that a request has elsewhere, and applies the steps that came before them.
 
-        Each process gives its own dot to a restored request, unless another has described it.
+        Each process gives its own dot to a restored request, unless another has described it. If
+        one of its other dots has been heard and was not noted here, then the request has ended.
         """
         for dot in dots:
             known = self.requests.get(name)
             if known is None:
                 return
+            has_ended = dot in self.ended
             if dot not in known.dots:
+                has_ended |= name in self._from_before and self.has_heard(dot)
                 known.also += (dot,)
-            if dot in self.ended:
+            if has_ended:
                 self._end(name, [dot])
             elif self._early:
                 self._take_held(name, dot, False, 0)

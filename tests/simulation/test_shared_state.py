@@ -40,6 +40,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.ledger.journal import Booked, Journal, read
 from kvd_core.ledger.ledger import ADDED
+from tests.simulation.agenda import decide_order
 from tests.simulation.memory_server import MemoryServer
 from tests.support.budget import scaled
 from tests.support.registrations import NoRegistrations
@@ -317,6 +318,7 @@ def test_replicas_come_to_agree(seed: int) -> None:
                 replica.tracker.ledger.verify()
             nursery.cancel_scope.cancel()
 
+    decide_order(seed)
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
@@ -616,6 +618,41 @@ def test_who_refuses_a_request_that_has_ended_by_another_dot_says_so() -> None:
         await read_view(server, other, back)
         await take_all(back, other)
         assert [count(each, "r", 1) for each in (linker, other, back)] == [0, 0, 0]
+
+    run(scenario)
+
+
+def test_who_restored_what_had_ended_learns_it_from_its_first_dot() -> None:
+    """A view without the request is merged before an older one that has it."""
+
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, ender, older = (Replica(server, name) for name in ("maker", "ender", "older"))
+        maker.book("r0", 0, [1])
+        for each in ender, older:
+            await take_all(each, maker)
+        ender.slots.end(ender.tracker, "r0")
+        back = Replica(server, "back", before=maker)
+        assert not any(back.mirror.claim())
+        await read_view(server, back, ender)
+        await read_view(server, back, older)
+        await take_all(older, ender)
+        await read_view(server, older, back)
+        assert [count(each, "r", 1) for each in (older, back)] == [0, 0]
+
+    run(scenario)
+
+
+def test_who_restored_a_request_and_reads_its_booking_keeps_it() -> None:
+    async def scenario(server: MemoryServer, nursery: trio.Nursery) -> None:
+        maker, older = Replica(server, "maker"), Replica(server, "older")
+        maker.book("r0", 0, [1])
+        await take_all(older, maker)
+        back = Replica(server, "back", before=maker)
+        assert not any(back.mirror.claim())
+        back.mirror.settled = back.mirror.own
+        await take_all(back, maker)
+        await read_view(server, back, older)
+        assert [count(each, "r", 1) for each in (older, back)] == [1, 1]
 
     run(scenario)
 

@@ -13,7 +13,7 @@ from kvd.model import PartitionKey, RankKey
 from kvd.wire.event_stream import StreamHealth
 from kvd.wire.stream_link import ListenerStatus
 from tests.simulation import oracle
-from tests.simulation.agenda import Agenda
+from tests.simulation.agenda import Agenda, decide_order
 from tests.simulation.engine import Engine
 from tests.simulation.network import Network, Port, Way
 from tests.simulation.oracle import Oracle, Wrong
@@ -342,10 +342,7 @@ class Failed(Exception):
 
 def run_seed(seed: int, trace: Callable[[str], None] = lambda text: None) -> World:
     """Runs the life of one seed; raises Failed."""
-    # The seed decides which task runs first, in the way of trio's own support for Hypothesis.
-    runner = trio._core._run
-    runner._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
-    runner._r.seed(seed)
+    decide_order(seed)
     made: list[World] = []
 
     async def main() -> None:
