@@ -544,7 +544,8 @@ class Session:
 
     async def _is_view_due(self) -> bool:
         mirror = self._mirror
-        if not await self._client.exists([self._keys.view(mirror.writer)]):
+        was_refused = "view" in self._fleet.refusals
+        if was_refused or not await self._client.exists([self._keys.view(mirror.writer)]):
             return True
         has_changed = self._viewed_numbers != mirror.numbers | {mirror.writer: mirror.own}
         is_old = trio.current_time() - self._viewed_at >= VIEW_EVERY_S

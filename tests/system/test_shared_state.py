@@ -376,6 +376,24 @@ def test_a_full_server_is_said_and_heals(fleet: Fleet, server: StateServer) -> N
     fleet.settle()
 
 
+def test_a_view_that_a_full_server_refused_is_written_later(
+    fleet: Fleet, server: StateServer
+) -> None:
+    """Nothing changes meanwhile, and the last view is still there."""
+    one = fleet.kvds[0]
+    fleet.steps(20)
+    fleet.settle()
+    written = "kvd_shared_state_views_written_total"
+    wait(lambda: one.metric(written) > 0)
+    before = one.metric(written)
+    server.ask(b"CONFIG SET maxmemory 1")
+    server.ask(b"CLIENT KILL TYPE normal")  # each session begins with a view
+    wait(lambda: "OOM" in str(one.get("selection", "/ready")["shared_state"]["fault"]))
+    server.ask(b"CONFIG SET maxmemory 0")
+    wait(lambda: one.get("selection", "/ready")["shared_state"]["fault"] is None)
+    assert one.metric(written) > before
+
+
 def test_what_a_full_server_did_not_take_is_said_later(fleet: Fleet, server: StateServer) -> None:
     one, two, _ = fleet.kvds
     refused = "kvd_shared_state_refused_total"
