@@ -419,6 +419,9 @@ class Keeper:
         }
         help = "Number of items restored from the state directory at the start, by kind"
         yield by_label("kvd_state_restored", "gauge", help, "kind", restored)
+        lost = {"expired": stats.bookings.expired, "no_rank": stats.bookings.dropped}
+        help = "Number of live requests that were not restored at the start, by reason"
+        yield by_label("kvd_state_unrestored_requests", "gauge", help, "reason", lost)
         refused: dict[str, float] = {
             content: int(outcome is FileOutcome.REFUSED)
             for content, outcome in stats.outcomes.items()

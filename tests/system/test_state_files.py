@@ -45,6 +45,7 @@ def test_a_later_format_is_refused_and_the_other_files_count(tmp_path: Path, nam
         assert f"cannot read its format '{FORMAT + 1}'" in line
         wait((kvd.state / f"{name}.refused").exists)
         if name == "registrations":
+            assert kvd.metric('kvd_state_unrestored_requests{reason="no_rank"}') == 1
             kvd.register(engine)
             assert kvd.post("slot-tracker", "/register", SLOTS).status_code == 201
         # A booking is restored only with its journal and its worker.
