@@ -16,6 +16,7 @@ RECENT_S = 600.0
 # Errors of connections that were made but never completed a ZeroMQ handshake.
 NO_HANDSHAKE = ("handshake", "protocol error", "connection lost")
 CURVE_FAULTS = ("CURVE", "authentication failed")
+TOO_LARGE = "message too large"  # the error of a connection that such a message has ended
 PUBLISHING = ("PUB", "XPUB")
 SHOWN_BYTES = 24  # shown of an answer that is not ZeroMQ's
 
@@ -27,6 +28,10 @@ def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
     fault = _contact(stream)
     if fault is not None:
         yield fault
+    elif stream.too_large and (stream.loss or not stream.messages):
+        large = counted(stream.too_large, "message")
+        evidence = f"{large} of more than engine_message_bytes, each of which ended the connection"
+        yield found("message_too_large", stream.subject, evidence)
     elif stream.bad_frames and not stream.messages:
         refused = ", ".join(f"{why} {count}" for why, count in stream.bad_frames.items())
         heard = counted(sum(stream.bad_frames.values()), "message")
@@ -50,6 +55,8 @@ def _contact(stream: StreamEvidence) -> Finding | None:
     if stream.is_connected and (stream.messages or stream.probe is None or stream.probe.is_zmtp):
         return None
     error = stream.last_error
+    if TOO_LARGE in error:
+        return None  # the connection is made again in a moment
     if any(each in error for each in CURVE_FAULTS):
         return found("keys_differ", stream.subject, error)
     if stream.probe is not None:

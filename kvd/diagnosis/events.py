@@ -67,7 +67,7 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
             f"{stream.dropped} batches found no room in the queue of the stream; {_lost(stream)}"
         )
         yield found("queue_full", stream.subject, evidence, "stream")
-    if stream.dropped < stream.lost:
+    if stream.dropped + stream.too_large < stream.lost:
         yield found("messages_lost", stream.subject, _lost(stream))
     answered = sum(stream.replays.get(end, 0) for end in ANSWERED)
     unanswered = sum(stream.replays.get(end, 0) for end in UNANSWERED)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvd.model import InstanceId, PartitionKey, RankKey
+from kvd_core.zmq.drain import TOO_LARGE
 
 Growth = int  # of a counter within the last minutes
 
@@ -65,6 +66,11 @@ class StreamEvidence:
     foreign: Mapping[str, int] = field(default_factory=dict)  # events, by the member that differs
     probe: ProbeResult | None = None
     replay_probe: ProbeResult | None = None
+
+    @property
+    def too_large(self) -> int:
+        """The messages that were refused for their size, which nothing can bring."""
+        return self.bad_frames.get(TOO_LARGE, 0)
 
 
 @dataclass(frozen=True, slots=True)

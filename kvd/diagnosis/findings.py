@@ -63,6 +63,11 @@ KINDS: Mapping[str, FindingKind] = {
         "register the `endpoint` of the engine's --kv-events-config in place of {endpoint}; it is "
         "neither its replay_endpoint nor another service's",
     ),
+    "message_too_large": FindingKind(
+        Severity.ERROR,
+        "batches are longer than engine_message_bytes allows, so they are lost",
+        "raise engine_message_bytes in the file of settings, and restart kvd",
+    ),
     "engine_silent": FindingKind(
         Severity.WARNING,
         "the engine is connected and has published nothing",

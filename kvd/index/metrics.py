@@ -13,9 +13,9 @@ from kvd.wire.stream_link import ListenerStatus, Quiet
 from kvd.wire.stream_stats import StreamStats
 from kvd_core.index.chronicle import Chronicle
 from kvd_core.index.prefix_index import TIERS
-from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_NUMBER, BAD_SEQUENCE
+from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_NUMBER, BAD_SEQUENCE, TOO_LARGE
 
-BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE, BAD_NUMBER)
+BAD_MESSAGES = (BAD_FRAME_COUNT, BAD_SEQUENCE, BAD_NUMBER, TOO_LARGE)
 
 # Counters that are summed over all listeners, with the help of their metrics.
 LISTENER_COUNTERS = {

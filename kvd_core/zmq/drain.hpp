@@ -91,6 +91,7 @@ enum class ReceiveOutcome {
   bad_frame_count,  // a message of another number of frames than 3
   bad_sequence,     // a message whose second frame is neither 8 nor 24 bytes long
   bad_number,       // a message with the number that marks the end of a replay
+  too_large,        // a message beyond its bound, which ends the connection; reported once
   failed,           // libzmq refused; errno says why
 };
 

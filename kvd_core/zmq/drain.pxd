@@ -54,6 +54,7 @@ cdef extern from "zmq/drain.hpp" namespace "kvd" nogil:
         bad_frame_count  # another number of frames than 3, or too many
         bad_sequence     # the second frame is neither 8 nor 24 bytes long
         bad_number       # the number is 2^64 - 1, which marks the end of a replay
+        too_large        # beyond the bound of its size, which ends the connection; reported once
         failed           # libzmq refused; errno says why
 
     cdef cppclass MessageSource:

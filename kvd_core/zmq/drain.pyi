@@ -3,6 +3,7 @@ from collections.abc import Callable
 BAD_FRAME_COUNT: str
 BAD_SEQUENCE: str
 BAD_NUMBER: str
+TOO_LARGE: str
 
 class InboxSpace:
     def __init__(self, max_messages: int = 0, max_bytes: int = 0) -> None: ...

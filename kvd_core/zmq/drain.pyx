@@ -18,6 +18,7 @@ import zmq.backend
 BAD_FRAME_COUNT = "frame_count"
 BAD_SEQUENCE = "sequence_length"
 BAD_NUMBER = "sequence_number"
+TOO_LARGE = "too_large"
 
 cdef Libzmq _zmq
 
@@ -250,6 +251,8 @@ cdef void _keep_event(CInbox* inbox, MessageSource* source) except *:
 cdef str _bad(ReceiveOutcome got):
     if got == ReceiveOutcome.bad_frame_count:
         return BAD_FRAME_COUNT
+    if got == ReceiveOutcome.too_large:
+        return TOO_LARGE
     return BAD_SEQUENCE if got == ReceiveOutcome.bad_sequence else BAD_NUMBER
 
 
@@ -264,7 +267,7 @@ cdef bint take_frames(
             if inbox.cut:
                 return False
             got = source.next_of_any_shape(most, packed)
-            if got == ReceiveOutcome.empty:
+            if got == ReceiveOutcome.empty or got == ReceiveOutcome.too_large:
                 return False
             if got == ReceiveOutcome.later:
                 return True

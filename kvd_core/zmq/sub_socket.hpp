@@ -170,13 +170,15 @@ class SubSocket final : public MessageSource {
   }
 
  private:
-  // Moves on to the next whole message: ReceiveOutcome::event, empty or later.
+  // Moves on to the next whole message: ReceiveOutcome::event, empty, later or too_large.
   ReceiveOutcome message() {
+    if (fault() != nullptr) return ReceiveOutcome::empty;
     for (;;) {
       const auto step = speech_.next(view_, size_);
       if (step == ZmtpSubscriber::Step::message) return ReceiveOutcome::event;
       send();
-      if (step == ZmtpSubscriber::Step::broken) return ReceiveOutcome::empty;
+      if (step == ZmtpSubscriber::Step::broken)
+        return speech_.is_too_large() ? ReceiveOutcome::too_large : ReceiveOutcome::empty;
       const ReceiveOutcome got = read();
       if (got != ReceiveOutcome::event) return got;
     }

@@ -38,6 +38,7 @@ class ZmtpSubscriber {
   // Faults of a connection that ended, or was too slow, without violating the protocol.
   static constexpr const char* kLost = "connection lost";
   static constexpr const char* kNoHandshake = "handshake failed";
+  static constexpr const char* kTooLarge = "message too large";  // for the bound of its size
 
   enum class Step {
     more,     // more bytes are needed; all usable ones are used
@@ -61,6 +62,7 @@ class ZmtpSubscriber {
 
   bool joined() const { return phase_ == Phase::open; }
   const char* fault() const { return fault_; }  // null while nothing is wrong
+  bool is_too_large() const { return fault_ == kTooLarge; }
   bool answers_pings() const { return minor_ >= 1; }
   std::string& unsent() { return unsent_; }
 
@@ -86,7 +88,7 @@ class ZmtpSubscriber {
       Frame frame;
       if (!header(at, left, frame)) break;
       if (!fits(frame)) {
-        fail(kProtocol);
+        fail(joined() && !frame.command && frame.size != kNoSize ? kTooLarge : kProtocol);
         break;
       }
       if (left < frame.header + frame.size) break;
@@ -138,6 +140,7 @@ class ZmtpSubscriber {
     size_t whole() const { return header + size; }
   };
 
+  static constexpr size_t kNoSize = SIZE_MAX - 16;  // of a frame with unknown flags: fits nowhere
   static constexpr const char* kHandshake = "protocol error in the handshake";
   static constexpr const char* kProtocol = "protocol error";
 
@@ -154,7 +157,7 @@ class ZmtpSubscriber {
     frame.command = flags & 4;
     frame.header = flags & 2 ? 9 : 2;
     if (flags & ~7 || (frame.more && frame.command)) {
-      frame.size = SIZE_MAX - 16;  // fits nowhere
+      frame.size = kNoSize;
       return true;
     }
     if (left < frame.header) return false;

@@ -35,7 +35,7 @@ from kvd.telemetry.metrics import (
 from kvd.wire.event_stream import EventStream
 from kvd.wire.replay import ReplayEnd
 from kvd.wire.stream_stats import StreamStats
-from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_NUMBER, BAD_SEQUENCE
+from kvd_core.zmq.drain import BAD_FRAME_COUNT, BAD_NUMBER, BAD_SEQUENCE, TOO_LARGE
 from tests.support import http_client
 from tests.support.batch_sinks import NoStream
 from tests.support.exposition import parse
@@ -100,7 +100,7 @@ def test_every_reason_has_its_series_from_the_start() -> None:
     samples = parse(text_of(listener_families([], StreamStats(), now=0.0)))
     for end in ReplayEnd:
         assert samples[f'kvd_replays_total{{end="{end}"}}'] == 0
-    for reason in (BAD_FRAME_COUNT, BAD_SEQUENCE, BAD_NUMBER):
+    for reason in (BAD_FRAME_COUNT, BAD_SEQUENCE, BAD_NUMBER, TOO_LARGE):
         assert samples[f'kvd_bad_messages_total{{reason="{reason}"}}'] == 0
 
 

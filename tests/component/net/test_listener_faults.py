@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
+from kvd_core.zmq.drain import TOO_LARGE
 from tests.support.descriptors import lowest_free_descriptor
 from tests.support.listening import HASTY, Listening
 from tests.support.zmtp_fakes import (
@@ -51,8 +52,9 @@ async def test_an_oversized_frame_costs_the_socket_but_nothing_that_arrived(
     listening = listen(fake.endpoint, options=options)
     listener = listening.listener
     await until(listening.is_("failed"))
-    assert listener.link.last_error == f"protocol error: {fake.endpoint}"
+    assert listener.link.last_error == f"message too large: {fake.endpoint}"
     assert (listener.stats.failures, listener.stats.losses) == (1, 1)
+    assert listener.stats.bad_frames == {TOO_LARGE: 1}
     assert listening.applied == [b"0", b"1", b"2"]
     await until(listening.is_("pending"))
     await until(lambda: fake.connections == 2)
@@ -85,7 +87,7 @@ PROTOCOL_ERRORS = {
     ),
     "no ready": (sending(GREETING, b"\4\6\5HELLO"), "protocol error in the handshake"),
     "wrong type": (sending(GREETING, ready(b"REP")), "protocol error in the handshake"),
-    "endless frame": (endless_frame, "protocol error"),
+    "endless frame": (endless_frame, "message too large"),
 }
 
 

@@ -381,7 +381,7 @@ async def hangs_up(stream: trio.SocketStream) -> None:
 TALKS: dict[str, tuple[Callable[[trio.SocketStream], Awaitable[None]], str]] = {
     "noise": (noise, "protocol error in the handshake"),
     "wrong type": (wrong_type, "protocol error in the handshake"),
-    "huge frame": (huge_frame, "protocol error"),
+    "huge frame": (huge_frame, "message too large"),
     "flapping": (hangs_up, "connection lost"),
 }
 

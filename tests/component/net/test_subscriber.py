@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.wire.endpoints import host_and_port
-from kvd_core.zmq.drain import Inbox, InboxSpace
+from kvd_core.zmq.drain import TOO_LARGE, Inbox, InboxSpace
 from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
 from tests.support.little_memory import PIECE_BYTES, little_memory
 from tests.support.zmtp_fakes import GREETING, large_frame, message, ready, until
@@ -246,11 +246,26 @@ def test_unknown_commands_are_passed_over(end: End) -> None:
     assert (end.heard, end.subscriber.fault) == ([b"1:a"], None)
 
 
-LATE = {
+LARGE_FRAMES = {
     "a frame beyond the limit": large_frame(LIMIT + 1),
     "a frame beyond all limits": large_frame(2**64 - 1),
     "frames beyond the limit": (b"\3" + struct.pack(">Q", LIMIT) + bytes(LIMIT))
     * (BESIDES // LIMIT + 2),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_FRAMES)
+def test_a_message_that_is_too_large_ends_the_connection_and_is_counted(
+    end: End, kind: str
+) -> None:
+    end.hear(NEWER + ready() + event(1, b"a"))
+    end.hear(LARGE_FRAMES[kind])
+    end.hear(b"")
+    assert (end.subscriber.fault, end.heard) == ("message too large", [b"1:a"])
+    assert end.refused == [TOO_LARGE]
+
+
+LATE = {
     "a command beyond the limit": b"\6" + struct.pack(">Q", BESIDES + 1),
     "commands between frames, beyond the limit": b"\1\1k"
     + command(b"DANCE", bytes(200)) * ((LIMIT + BESIDES) // 200),

@@ -56,6 +56,15 @@ def test_messages_of_another_form(patient: Patient) -> None:
     assert "frame_count 1" in patient.finds("not_kv_events")["evidence"]
 
 
+def test_batches_that_are_too_long(patient: Patient) -> None:
+    engine = patient.socket(zmq.XPUB)
+    patient.register(endpoint_of(engine))
+    engine.recv()
+    engine.send_multipart([b"", bytes(8), bytes(16 * 1024 * 1024 + 1)])
+    found = patient.finds("message_too_large")
+    assert "1 message of more" in found["evidence"] and "engine_message_bytes" in found["remedy"]
+
+
 def test_batches_of_another_form(patient: Patient) -> None:
     engine = patient.rank()
     engine.publish({"seq": 0, "payload_hex": msgpack.packb({"load": 0.5}).hex()})

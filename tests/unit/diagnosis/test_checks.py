@@ -150,6 +150,9 @@ def test_a_line_to_paste_has_no_name_that_a_shell_would_run(host: str, shown: st
         (replace(STREAM, messages=0, quiet="silent", quiet_s=30.0), ["engine_silent"]),
         (replace(STREAM, bad_frames={"frame_count": 3}), []),  # other messages are batches
         (replace(STREAM, messages=0, bad_frames={"frame_count": 3}), ["not_kv_events"]),
+        (replace(STREAM, messages=0, bad_frames={"too_large": 1}), ["message_too_large"]),
+        (replace(STREAM, bad_frames={"too_large": 1}), []),  # the engine has restarted since
+        (replace(STREAM, is_connected=False, last_error="message too large: tcp://x"), []),
         (replace(STREAM, restarts=2, restarted_s=1.0), ["engine_restarted"]),
         (replace(STREAM, restarts=2, restarted_s=RECENT_S), []),
     ],
@@ -178,6 +181,14 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
         (replace(LOST, replays={"late": 1}), ["messages_lost"]),
         (replace(LOST, dropped=5, replays={"marker": 1}), ["queue_full", "replay_too_short"]),
         (replace(LOST, dropped=2), ["messages_lost", "queue_full"]),
+        (
+            replace(LOST, bad_frames={"too_large": 5}, replays={"marker": 1}),
+            ["message_too_large", "replay_too_short"],
+        ),
+        (
+            replace(LOST, bad_frames={"too_large": 1}, replays={"late": 1}),
+            ["message_too_large", "messages_lost"],
+        ),
         (replace(LOST, loss=""), []),  # the engine has cleared its cache since
         (replace(STREAM, replay_probe=ProbeResult("Connection refused")), ["replay_missing"]),
         (replace(STREAM, replay_probe=ProbeResult(received=b"HTTP")), ["replay_missing"]),
