@@ -95,7 +95,7 @@ def _seen(stream: StreamEvidence, probe: ProbeResult) -> Finding | None:
         evidence = f"{where} wants {probe.mechanism}, and is registered for {own}"
         return found("keys_differ", stream.subject, evidence)
     # An engine that greets but never completes the handshake is a fault; any other is connecting.
-    return _handshake(stream) if probe.mechanism else None
+    return _handshake(stream)
 
 
 def _unreachable(stream: StreamEvidence, evidence: str) -> Finding:

@@ -145,6 +145,10 @@ def test_a_line_to_paste_has_no_name_that_a_shell_would_run(host: str, shown: st
             ),
             ["not_zmq"],  # it sends a greeting and nothing after it
         ),
+        (
+            replace(AWAY, last_error="handshake failed", probe=ProbeResult(is_zmtp=True)),
+            ["not_zmq"],  # it sends a part of a greeting
+        ),
         (replace(AWAY, probe=ProbeResult()), ["not_zmq"]),
         (replace(AWAY, joins=1, probe=ProbeResult()), ["engine_unreachable"]),  # the engine hangs
         (replace(STREAM, messages=0, quiet="silent", quiet_s=30.0), ["engine_silent"]),
