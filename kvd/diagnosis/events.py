@@ -38,8 +38,8 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
         other = _OTHER_SIZE.search(stream.loss)
         hint = f'"block_size": {other[1]}' if other else "as its --block-size says"
         sized_events = counted(sized, "event")
-        blocks = f"blocks of {other[1]}" if other else "blocks of other sizes"
-        evidence = f"{sized_events} with {blocks} tokens, {stream.block_size} are registered"
+        blocks = f"blocks of {other[1]} tokens" if other else "blocks of another size"
+        evidence = f"{sized_events} with {blocks}, registered with {stream.block_size}"
         yield found("block_size_mismatch", subject, evidence, hint=hint, size=stream.block_size)
     if bare := ignored.get("tokens", 0):
         evidence = f"{counted(bare, 'event')} with fewer tokens than hashes need"

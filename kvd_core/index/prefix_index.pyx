@@ -526,7 +526,10 @@ cdef class Stream:
 
     @property
     def ignored(self):
-        """Events that were understood but had no effect, by reason of IGNORED, without zeros."""
+        """Events of the engine's process that were understood but had no effect.
+
+        By reason of IGNORED, without zeros; `clear` begins anew.
+        """
         cdef const uint64_t* counts = self.c.ignored()
         return {IGNORED[i]: counts[i] for i in range(kIgnored) if counts[i]}
 

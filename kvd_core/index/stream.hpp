@@ -15,6 +15,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <unordered_set>
@@ -102,11 +103,11 @@ class Stream {
   // The tiers that clears of the last applied batch have emptied, as bits.
   uint32_t cleared() const { return cleared_; }
 
-  // Events without effect since the stream was made, by Ignored.
-  const uint64_t* ignored() const { return ignored_; }
+  // Events without effect since the engine's process began, by Ignored.
+  const uint64_t* ignored() const { return ignored_.data(); }
 
-  // Whether, since the engine's process began, events were ignored and no store has had an effect.
-  bool is_unused() const { return ignores_ && !stores_; }
+  // Whether, since then, events were ignored and no store has had an effect.
+  bool is_unused() const { return ignored_ != decltype(ignored_){} && !stores_; }
 
   // The block size in tokens of the last event since then that was ignored for its block size; 0 if
   // none was.
@@ -123,7 +124,8 @@ class Stream {
       if (dp_rank != dp_rank_) worker_.renew(index_, dp_rank);
     }
     heard_.clear();
-    names_ranks_ = ignores_ = stores_ = false;
+    names_ranks_ = stores_ = false;
+    ignored_.fill(0);
     other_block_size_ = 0;
   }
 
@@ -287,7 +289,6 @@ class Stream {
   void ignore(Ignored why) {
     ++counters_.ignored[static_cast<size_t>(why)];
     ++ignored_[static_cast<size_t>(why)];
-    ignores_ = true;
   }
 
   bool no_room() {
@@ -482,9 +483,8 @@ class Stream {
   IngestStats& counters_;
   std::unordered_set<uint32_t> heard_;  // ranks that batches have spoken for
   bool names_ranks_ = false;            // some batches have named their rank
-  uint64_t ignored_[kIgnored] = {};
-  bool ignores_ = false;  // events of this engine process were ignored
-  bool stores_ = false;   // and stores of it have had an effect
+  std::array<uint64_t, kIgnored> ignored_{};
+  bool stores_ = false;  // stores of this engine process have had an effect
   uint64_t other_block_size_ = 0;
   Scratch scratch_;
   std::vector<uint64_t> locals_;

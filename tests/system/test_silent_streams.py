@@ -147,6 +147,12 @@ def test_blocks_of_another_size_are_said(fleet: Fleet, capsys: Capture) -> None:
     # A batch of the right size does not make the others count.
     engine.publish({**stored(block_size=4), "seq": 1})
     fleet.wait_shown("m", stream="degraded", loss=loss, last_seq=1)
+    # Those of another process do, and what was ignored of the last one is no finding any more.
+    for seq in range(2):
+        engine.publish({**stored(block_size=4, tokens=[seq] * 8), "seq": seq})
+    shown = fleet.wait_shown("m", loss="missing 0", last_seq=1)
+    assert "ignored_events" not in shown
+    assert fleet.metric("kvd_events_ignored_total") == 1
 
 
 def test_a_stream_that_is_ignored_wholly_is_not_exact(fleet: Fleet, capsys: Capture) -> None:

@@ -16,7 +16,7 @@ def test_blocks_of_another_size(patient: Patient) -> None:
     rank = Rank(patient.rank(block_size=2 * BLOCK_SIZE))
     rank.serve(prompt(1))
     found = patient.finds("block_size_mismatch")
-    assert found["evidence"] == "1 event with blocks of 16 tokens, 32 are registered"
+    assert found["evidence"] == "1 event with blocks of 16 tokens, registered with 32"
     assert '"block_size": 16' in found["remedy"]
 
 
