@@ -46,6 +46,8 @@ class NonBlockingWriter:
         self._notice = notice
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
+        self._begun = False  # what waits begins with the rest of a line
+        self._torn = False  # such a rest was dropped: the next line has to end what is written
         self._descriptor = descriptor
         self._opened = contextlib.ExitStack()
         self._put: Put | None = None  # None until the first line
@@ -75,17 +77,26 @@ class NonBlockingWriter:
                 return
             line = self._waiting.popleft()
             try:
-                taken = self._put(line)
+                taken = self._put_line(self._put, line)
             except BlockingIOError:
                 taken = 0
             except OSError:  # no room on the disk, or nobody is left to read
                 self._waiting_bytes -= len(line)
                 self.dropped += 1
+                self._torn |= self._begun
+                self._begun = False
                 return
             self._waiting_bytes -= taken
             if taken < len(line):
                 self._waiting.appendleft(line[taken:])
                 return
+
+    def _put_line(self, put: Put, line: bytes) -> int:
+        """Writes a line, or the rest of one; returns how many bytes of it were taken."""
+        taken = put(b"\n" + line if self._torn else line) - self._torn
+        self._torn = False
+        self._begun = taken < len(line) and (self._begun or taken > 0)
+        return taken
 
     def _report_dropped(self, put: Put) -> None:
         """Writes a line that reports dropped lines, if there are new ones and there is room."""
@@ -93,7 +104,7 @@ class NonBlockingWriter:
             return
         line = self._notice(self.dropped - self._reported)
         with contextlib.suppress(OSError):
-            taken = put(line)
+            taken = self._put_line(put, line)
             self._reported = self.dropped
             if taken < len(line):
                 self._wait(line[taken:])

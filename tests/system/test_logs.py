@@ -18,6 +18,7 @@ import pytest
 from kvd.telemetry import logs
 from kvd.telemetry import stderr as outlet
 from kvd.telemetry.stderr import NonBlockingWriter
+from tests.support.full_disks import no_longer_files
 from tests.support.loglines import logged
 from tests.support.processes import REPOSITORY, clean_environment
 
@@ -195,6 +196,18 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield found
     for each in found:
         os.close(each)
+
+
+def test_lines_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path: Path, make: Make) -> None:
+    file = tmp_path / "log"
+    with file.open("wb") as opened:
+        out = make(opened.fileno())
+        with no_longer_files(3 * len(LINE) // 2):
+            for _ in range(4):
+                out.write(LINE)
+        out.flush()  # the last line waits
+    assert out.dropped == 2
+    assert file.read_bytes() == LINE + LINE[: len(LINE) // 2] + b"\n" + LINE + notice(2)
 
 
 def test_a_reader_that_stands_still_is_not_waited_for(ends: list[int], make: Make) -> None:
