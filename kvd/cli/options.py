@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = logs.plain(masked(message))
-        self.exit(EXIT_USAGE, f"{self.prog}: {text}; see `{self.prog} --help`\n")
+        logs.write_error(f"{self.prog}: {text}; see `{self.prog} --help`\n")
+        self.exit(EXIT_USAGE)
 
     def print_help(self, file: object = None) -> NoReturn:
         """Writes the help to standard output and ends; argparse would pass over a failed write."""

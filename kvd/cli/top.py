@@ -35,7 +35,7 @@ from rich.text import Text
 from kvd.cli.face_client import OTHER_FORM, FaceClient, Unreached, ask_first, reason
 from kvd.config.parsers import Bind
 from kvd.faces.common.schemas import PICTURE_PATH
-from kvd.telemetry.logs import plain
+from kvd.telemetry.logs import complain, plain
 from kvd.wire.event_stream import StreamHealth
 
 LEFT, NO_TERMINAL = 0, 1  # exit codes
@@ -127,7 +127,7 @@ def run(binds: Mapping[str, Bind], client: FaceClient, interval_s: float) -> int
     console = Console()
     # A terminal that cannot move its cursor (TERM=dumb) would show nothing.
     if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
-        sys.stderr.write("kvd: kvd top needs a terminal to draw on; `kvd status` writes lines\n")
+        complain("kvd top needs a terminal to draw on; `kvd status` writes lines")
         return NO_TERMINAL
     assert isinstance(sys.stdout, TextIOWrapper)
     codecs.register_error(_replaced.__name__, _replaced)

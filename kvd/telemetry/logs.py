@@ -189,7 +189,16 @@ def dropped() -> int:
 def complain(error: Exception | str) -> None:
     """Writes an error as one line to stderr, in one write: where there is no log yet."""
     prefix = f"<{PRIORITIES['error']}>" if is_journal(STDERR, os.environ) else ""
-    sys.stderr.write(f"{prefix}kvd: {plain(str(error))}\n")
+    write_error(f"{prefix}kvd: {plain(str(error))}\n")
+
+
+def write_error(line: str) -> None:
+    """Writes a line to stderr, if that is possible: the exit code says that there is an error."""
+    try:
+        sys.stderr.write(line)
+    except OSError:
+        # Otherwise Python would try to write the line again at its exit, and end with 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
 
 
 def plain(text: str) -> str:

@@ -413,6 +413,14 @@ def test_who_reads_what_a_command_says_may_leave(tmp_path: Path) -> None:
                 assert run_command(*command, stdout=stdout) == Ended(1, "", message)
 
 
+def test_an_error_that_cannot_be_written_leaves_the_exit_code() -> None:
+    for option, code in (("--no-such-option", 2), ("--indexer-bind=tls:127.0.0.1:0", 78)):
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "kvd", "serve", option]
+            ended = subprocess.run(command, env=clean_environment(), stderr=full, check=False)
+        assert ended.returncode == code
+
+
 def test_a_command_without_standard_output_says_so() -> None:
     command = ["sh", "-c", '"$0" -m kvd config docs >&-', sys.executable]
     ended = subprocess.run(
