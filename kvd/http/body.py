@@ -37,7 +37,8 @@ async def read_body(transport: Transport, head: Head, limit: int) -> bytes:
     """Returns the body announced by `head`, of at most `limit` bytes.
 
     Raises:
-        Refusal: the body is too long, too slow or malformed, or too many arrive at once.
+        Refusal: the body is too long, too slow or malformed, too many arrive at once, or there is
+            no memory for it.
         OSError: the client left in the middle.
     """
     if head.length > limit:
@@ -81,6 +82,9 @@ async def _receive_rest(
                     await trio.lowlevel.checkpoint()
     except trio.TooSlowError:
         raise Refusal(408, "the request body took too long") from None
+    except MemoryError:
+        transport.shared.stats.bodies_refused += 1
+        raise Refusal(503, "not enough memory for the body") from None
     finally:
         source.release()
 

@@ -59,7 +59,7 @@ class HttpStats:
     requests_app: int = 0  # of these, passed to the ASGI application
     malformed: int = 0  # 400 by the server itself: not HTTP, or HTTP it refuses
     too_large: int = 0  # 413
-    bodies_refused: int = 0  # over `HttpLimits.bodies_bytes`: answered 503
+    bodies_refused: int = 0  # over `HttpLimits.bodies_bytes`, or without memory: answered 503
     head_too_large: int = 0  # 414 and 431
     encoded: int = 0  # 415: bodies said to be compressed
     expectation_failed: int = 0  # 417
@@ -92,7 +92,8 @@ STATS_HELP = {
     "requests_app": "Number of requests passed to the ASGI application",
     "malformed": "Number of malformed requests answered 400",
     "too_large": "Number of requests answered 413 for their body's size",
-    "bodies_refused": "Number of requests answered 503 at the limit http_bodies_bytes",
+    "bodies_refused": "Number of requests answered 503 at the limit http_bodies_bytes, or for lack "
+    "of memory for their bodies",
     "head_too_large": "Number of requests answered 414 or 431 for their head's size",
     "encoded": "Number of requests answered 415 for a compressed body",
     "expectation_failed": "Number of requests answered 417",

@@ -15,9 +15,11 @@ from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.http.transport import ConnectionPhase
 from tests.support.descriptors import open_descriptors
+from tests.support.little_memory import little_memory
 from tests.support.loglines import logged
 from tests.support.serving import (
     ROUTES,
+    TEST_SECONDS,
     Client,
     Running,
     echo,
@@ -241,6 +243,26 @@ async def test_a_shortage_of_descriptors_pauses_accepting() -> None:
 
 
 NEEDS_NONE = ("GET /describe", "GET /app/describe", "DELETE /gone/a", "POST /nowhere", "PUT /echo")
+
+
+async def test_a_body_without_memory_for_it_is_refused() -> None:
+    size = 6 * 2**20
+    head = b"POST /query HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    async with serving(linger_s=TEST_SECONDS) as running, running.client() as client:
+        request = head % size + b"x" * size
+
+        async def send() -> None:
+            with suppress(trio.BrokenResourceError):  # it may not be read to its end
+                await client.send(request)
+
+        async with trio.open_nursery() as nursery:
+            with little_memory(2**20):
+                nursery.start_soon(send)
+                reply = await client.read_reply()
+            assert (reply.status, reply.persists()) == (503, False)
+            stats = running.front.stats
+            assert (stats.bodies_refused, stats.bugs) == (1, 0)
+            nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("what", NEEDS_NONE)
