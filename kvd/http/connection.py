@@ -32,7 +32,7 @@ from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.routes import Route, Scope
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
-from kvd.http.untasked import IN_TASK, Untasked
+from kvd.http.untasked import IN_TASK, Untasked, in_task
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
 
@@ -40,6 +40,9 @@ Undo = Callable[[], None] | None
 
 log = get_logger(__name__)
 
+# Time for a request of a client that may not know of a stop yet: a round trip between continents.
+# Without it a restart would lose some requests.
+LAST_REQUEST_S = 0.25
 _LEFT = "the client left before its answer"
 _UNENCODED: Headers = [(b"accept-encoding", b"identity")]  # RFC 9110 §15.5.16
 _REFUSAL_COUNTERS = {
@@ -472,20 +475,30 @@ class Connection(Transport):
         return RelayedRequest(self, head, body, is_checked=is_checked)
 
     async def _relay(self, route: Route, request: RelayedRequest) -> bool:
-        """Lets another part write the answer."""
+        """Lets another part write the answer; returns whether the connection persists."""
+        persists = await self._relay_one(route, request)
+        # The head of that answer, sent before the stop, announced no end.
+        return persists and (not self.shared.stopping or await self._is_asked_again())
+
+    async def _relay_one(self, route: Route, request: RelayedRequest) -> bool:
         assert route.relays is not None
         self.enter(ConnectionPhase.WORKING)
         started = perf_counter()
         self.shared.stats.connections_waiting += 1
         try:
-            persists = await route.relays(request)
-            # The head, sent before the stop, announced no end: a request that has come is answered,
-            # and none is begun that comes after this look for one.
-            return persists and not (self.shared.stopping and not self._unread())
+            return await route.relays(request)
         finally:
             self.shared.stats.connections_waiting -= 1
             seconds, status, size = perf_counter() - started, request.status, request.sent_bytes
             self._listener.note(request.method, route.path, status, seconds, size, request.headers)
+
+    async def _is_asked_again(self) -> bool:
+        """Waits for a last request, as the client has not been told of the stop."""
+        await in_task()
+        if not self._unread():
+            with trio.move_on_after(LAST_REQUEST_S):
+                await trio.lowlevel.wait_readable(self.fd)
+        return self._unread()
 
     async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
         """Calls an asynchronous handler, and cancels it when its client leaves.

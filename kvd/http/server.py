@@ -14,18 +14,13 @@ from operator import itemgetter
 import trio
 
 from kvd.http.accept import accept_connections
-from kvd.http.connection import Connection
+from kvd.http.connection import LAST_REQUEST_S, Connection
 from kvd.http.limits import HttpLimits, HttpStats
 from kvd.telemetry.stretches import REQUESTS
 
 # Unsent bytes that the kernel holds for a client. It wakes us at half of that, so a slow reader
 # shows progress within the send deadline, and a silent one occupies no more memory.
 UNSENT_BYTES = 256 * 1024
-
-# Time for the request of a client that has just connected when the server stops: a round trip
-# between continents. Without it a restart behind passed-on sockets would lose some requests.
-NEW_CLIENT_S = 0.25
-
 
 # Connections that one search selects to be ended for others; a search among 1,024 takes 0.2 ms.
 DISPLACED_AT_ONCE = 64
@@ -59,9 +54,9 @@ class Server(ABC):
     ) -> None:
         """Serves until `stop` is set and every connection has ended; closes the listeners.
 
-        After `stop` no connection is accepted. Idle connections end at once, new ones after they
-        had NEW_CLIENT_S for a request, and busy ones after their response. Those that are left
-        `graceful_s` later are cut off.
+        After `stop` no connection is accepted. Idle connections end at once, busy ones after their
+        response. New ones, and those whose response did not announce the end, have LAST_REQUEST_S
+        for a request before. Those that are left `graceful_s` later are cut off.
         """
         for listener in listeners:
             _set_options(listener)
@@ -97,13 +92,13 @@ class Server(ABC):
 
     async def _drain(self) -> None:
         """Ends idle connections at once, unless they are new; busy ones after their response."""
-        latest = trio.current_time() - NEW_CLIENT_S
+        latest = trio.current_time() - LAST_REQUEST_S
         for connection, accepted in self._running.items():
             if accepted <= latest:
                 connection.close_if_idle()
 
     async def _close_new(self) -> None:
-        await trio.sleep(NEW_CLIENT_S)
+        await trio.sleep(LAST_REQUEST_S)
         for connection in self._running:
             connection.close_if_idle()
 

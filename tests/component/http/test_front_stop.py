@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tests.support.serving import PATIENT, TEST_SECONDS, Running, serving
+from kvd.http.relayed import RelayedRequest
+from kvd.http.routes import Route, Scope
+from tests.support.serving import PATIENT, TEST_SECONDS, Running, missing, serving
 
 pytestmark = pytest.mark.usefixtures("layers")
 
@@ -85,6 +87,43 @@ async def test_a_request_that_had_arrived_is_answered() -> None:
         running.stop.set()  # before the front has read it
         assert (await client.read_reply()).status == 200
         assert await client.read_to_end() == b""
+
+
+async def test_who_was_not_told_of_a_stop_may_still_send_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head of a relayed answer may have gone to the client before the stop."""
+    monkeypatch.setattr("kvd.http.connection.LAST_REQUEST_S", NOT_WAITED_FOR_S)
+    goes_on = trio.Event()
+
+    async def relays(request: RelayedRequest) -> bool:
+        head, _, persists = request.answer_head(200, b"", 2)
+        await request.send_piece(b"o", chunked=False, head=head)
+        await goes_on.wait()
+        await request.send_piece(b"k", chunked=False)
+        return persists
+
+    route = Route("POST", "/relayed", missing, hot=True, scope=Scope.READ, relays=relays)
+    async with (
+        serving(routes=(route,)) as running,
+        running.client() as asks_again,
+        running.client() as leaves,
+    ):
+        for client in (asks_again, leaves):
+            await client.send(b"POST /relayed HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+        await running.until(connections_waiting=2)
+        running.stop.set()
+        await running.until_refusing()
+        goes_on.set()
+        for client in (asks_again, leaves):
+            reply = await client.read_reply()
+            assert (reply.status, reply.body, reply.persists()) == (200, b"ok", True)
+        reply = await asks_again.request("POST", "/relayed")
+        assert (reply.status, reply.body, reply.persists()) == (200, b"ok", False)
+        assert await asks_again.read_to_end() == b""
+        await leaves.stream.send_eof()
+        await running.ended.wait()
+        assert running.front.stats.cut_at_stop == 0
 
 
 @pytest.mark.parametrize("path", ["/big", "/app/big", "/slow?60000"])
