@@ -84,11 +84,13 @@ inline bool read_length(const char* at, const char* end, uint64_t& length) {
 
 // Reads the head at the start of `data`. Sets `size` to its bytes, including the empty line.
 inline Parsed parse_head(const char* data, size_t n, AnswerHead& head, size_t& size) {
+  // What cannot become a head is refused at once: its sender may say no more.
+  if (std::memcmp(data, "HTTP/1.", n < 7 ? n : 7) != 0) return Parsed::kWrong;
   const void* found = memmem(data, n, "\r\n\r\n", 4);
   if (found == nullptr) return Parsed::kPart;
   size = static_cast<size_t>(static_cast<const char*>(found) - data) + 4;
   const char* end = data + size - 2;  // behind the last line's CRLF
-  if (size < 14 || std::memcmp(data, "HTTP/1.", 7) != 0 || data[8] != ' ') return Parsed::kWrong;
+  if (size < 14 || data[8] != ' ') return Parsed::kWrong;
   if (data[7] != '0' && data[7] != '1') return Parsed::kWrong;
   head = AnswerHead{};
   head.persists = data[7] == '1';

@@ -128,7 +128,9 @@ def dechunked(data: bytes) -> bytes:
         (STREAM + b"5\r\ndata:\r\n", ExchangeOutcome.BROKEN),
         (STREAM + b"5x\r\n", ExchangeOutcome.MALFORMED),
         (STREAM + b"\r\n", ExchangeOutcome.MALFORMED),
-        (b"SSH-2.0-OpenSSH\r\n\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTT", ExchangeOutcome.BROKEN),
+        (b"SSH-2.0-OpenSSH\r\n", ExchangeOutcome.MALFORMED),
+        (b"HTTP/1.1 100 Continue\r\n\r\nSSH", ExchangeOutcome.MALFORMED),
         (
             b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
             ExchangeOutcome.MALFORMED,
