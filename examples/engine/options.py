@@ -21,6 +21,8 @@ class Fault(StrEnum):
     LONG_HEAD = "long-head"  # a head longer than any reader accepts
     ERROR_EVENT = "error-event"  # status 200, and an error as the first event of the stream
     BYTES = "bytes"  # the answer comes byte by byte
+    ABORTS = "aborts"  # an answer that is not streamed says that it was given up
+    SHUTS_DOWN = "shuts-down"  # a 500 in the words of an engine that is about to end
     KEEPS_NOTHING = "keeps-nothing"  # it offers nothing of a prompt to the other engine (vllm)
     FORGETS = "forgets"  # it forgets a prompt that it has just offered to another engine (vllm)
     REFUSE_429 = "429"

@@ -442,6 +442,8 @@ class Answer:
     async def whole(self) -> None:
         answer = self._form.whole("".join(self._words), self._used) | self.more
         body = json.dumps(answer).encode()
+        if self._fault is Fault.ABORTS:
+            body = body.replace(b'"finish_reason": "length"', b'"finish_reason": "abort"')
         head = json_head(200, len(body))
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
@@ -538,6 +540,10 @@ async def refuse(
         await hang_up_behind(stream, b"HTTP/1.1 200 OK\r\nx-long: " + b"a" * LONG_HEAD_BYTES)
     if fault is Fault.GARBAGE:
         await hang_up_behind(stream, b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+    if fault is Fault.SHUTS_DOWN:
+        text = "cannot schedule new futures after shutdown"
+        await send_json(stream, 500, form.error(500, text, "InternalServerError"))
+        raise Hangup
     if fault in (Fault.REFUSE_429, Fault.REFUSE_500, Fault.REFUSE_503):
         status = int(fault)
         more = "" if retry_after is None else f"retry-after: {retry_after}\r\n"

@@ -1,4 +1,4 @@
-"""Reads what an engine's answer tells the gateway: a refusal, a fault, cached tokens."""
+"""Reads what an engine's answer tells the gateway: a refusal, a fault, an end, cached tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ MODEL_GONE = re.compile(
     rb'"param":\s*"model"|"model_not_found"|The model `[^`]{1,1000}` does not exist'
 )
 
+# Python's words for work that a process takes on no more. While vLLM ends what is under way, for
+# its --shutdown-timeout, it says so to each new request, and to health checks that it is well.
+SHUTS_DOWN = b"cannot schedule new futures after"
+# So vLLM ends what is under way if it has no time for that; SGLang's requests may end so as well.
+ABORTED = re.compile(rb'"finish_reason":\s*"abort"')
+
 
 class EventError(NamedTuple):
     """An error that an engine reports in an event."""
@@ -33,6 +39,16 @@ def refuses(answer: Answer) -> str | None:
     """Returns the status of a refusal after which another engine may do better, else None."""
     whole = answer.whole or is_stream(answer)
     return str(status) if whole and (status := fault(answer)) in NOT_DONE else None
+
+
+def shuts_down(answer: Answer) -> bool:
+    """Returns whether an engine has not begun a request because it is about to end."""
+    return answer.status == 500 and answer.whole and SHUTS_DOWN in answer.held
+
+
+def aborted(answer: Answer) -> bool:
+    """Returns whether an engine has given up a request that it had taken on."""
+    return answer.status == 200 and answer.whole and ABORTED.search(answer.held) is not None
 
 
 def lacks_model(answer: Answer) -> bool:

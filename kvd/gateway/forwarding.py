@@ -6,7 +6,8 @@
 
 If the model has prefill engines, two engines may be chosen and booked (pools). Another engine is
 tried only while nothing has been sent to the client, and at most MAX_TRIES in all. An answer with
-status 500 is passed on: a prompt that breaks one engine must not meet the next.
+status 500 is passed on, unless its engine just shuts down: a prompt that breaks one engine must not
+meet the next.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from uuid import uuid4
 
 from kvd.gateway import errors
 from kvd.gateway.answers import (
+    aborted,
     cached_tokens,
     fault,
     first_error,
@@ -28,6 +30,7 @@ from kvd.gateway.answers import (
     lacks_model,
     paced,
     refuses,
+    shuts_down,
 )
 from kvd.gateway.attempts import Attempt, ChosenEngine, EngineChooser
 from kvd.gateway.chains import Chains
@@ -330,6 +333,9 @@ class Forwarder:
         if isinstance(result, Ending):
             self._note_not_begun(attempt, prefill.upstream, result)
             cause = prefill.upstream.outcome_of(result.outcome).name.lower()
+        elif shuts_down(result):
+            prefill.upstream.note_shutting_down()
+            cause = "shutting_down"
         elif (refusal := refuses(result)) is not None:
             cause = refusal
         elif fault(result) is not None:
@@ -393,6 +399,12 @@ class Forwarder:
         self, attempt: Attempt, upstream: Upstream, answer: Answer, *, takes_over: bool
     ) -> bool:
         """Returns whether to withhold an answer from the client, as another try may do better."""
+        if shuts_down(answer):
+            upstream.note_shutting_down()
+            self._stats.retries["shutting_down"] += 1
+            attempt.refused = answer
+            attempt.tried |= {upstream.worker_id}
+            return True
         if takes_over and fault(answer) == 500:
             self._stats.prefill_failures["not_taken_over"] += 1
             attempt.prefill_failure, attempt.bound = answer, upstream.worker_id
@@ -401,6 +413,8 @@ class Forwarder:
         if refusal is None and attempt.asked.model and lacks_model(answer):
             upstream.ask_anew()
             refusal = "model_gone"
+        if refusal is None and aborted(answer):
+            refusal = "aborted"
         if refusal is None:
             return False
         if attempt.refused is None:

@@ -124,12 +124,18 @@ class Upstream:
         `outcome` is that of the exchange that has failed, None if the engine itself has said why.
         """
         if self.state is UpstreamState.SERVING:
-            why = self.fault_of(why)
-            log.warning("upstream_out", url=self.url, reason=why)
-            self.state, self.problem = UpstreamState.OUT, why
-            self.in_doubt = outcome in IN_DOUBT
-            self.changed()
+            self._take_out(self.fault_of(why), in_doubt=outcome in IN_DOUBT)
             self.failed.set()
+
+    def note_shutting_down(self) -> None:
+        """Marks it as out until its next health check is due: until it ends, all succeed."""
+        if self.state is UpstreamState.SERVING:
+            self._take_out("it shuts down, and refuses all requests", in_doubt=True)
+
+    def _take_out(self, why: str, *, in_doubt: bool) -> None:
+        log.warning("upstream_out", url=self.url, reason=why)
+        self.state, self.problem, self.in_doubt = UpstreamState.OUT, why, in_doubt
+        self.changed()
 
     def note_ended(self) -> None:
         """Notes that nothing listens at its present address: its process there has ended."""

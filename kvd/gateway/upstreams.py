@@ -4,6 +4,9 @@
        ^                     └── refused, reset, 3 failed health checks ──^
        └──────────── well again: asked anew, as another engine may be there now
 
+The health checks of an engine that shuts down succeed until it ends. So one that says by a request
+that it does so is out until its next health check, and again after the next request.
+
 Every upstream is a worker of the selection service. The worker's id is made from the URL, so it is
 the same after a restart and for every gateway. An upstream stays as long as an owner wants it: the
 settings, the fleet file, a call, or a name that leads to it (`kvd.gateway.dns_names`). After that

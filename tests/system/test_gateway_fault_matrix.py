@@ -67,6 +67,7 @@ ROWS = (
     Row(Fault.REFUSE_429, STREAM, "whole", 2),
     Row(Fault.REFUSE_503, ANSWER, "whole", 2),
     Row(Fault.REFUSE_503, STREAM, "whole", 2),
+    Row(Fault.ABORTS, ANSWER, "whole", 2),
     # The whole answer has come.
     Row(Fault.BYTES, ANSWER, "whole", 1),
     Row(Fault.BYTES, STREAM, "whole", 1),

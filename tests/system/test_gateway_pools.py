@@ -237,6 +237,7 @@ async def test_other_requests_go_to_the_engines_that_answer(kvd_process: Start) 
         (Fault.GARBAGE, "malformed"),
         (Fault.REFUSE_429, "429"),
         (Fault.REFUSE_503, "503"),
+        (Fault.SHUTS_DOWN, "shutting_down"),
         (Fault.KEEPS_NOTHING, "nothing_handed_over"),
     ],
 )

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import trio
 
-from examples.engine.options import EngineOptions
+from examples.engine.options import EngineOptions, Fault
 from kvd.gateway.choices import Placement, Question
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import RelayLimits
@@ -24,7 +24,7 @@ from tests.support.inner_gateways import InnerGateway, inner_gateway
 from tests.support.relaying import Script
 from tests.support.resolving import Names
 from tests.support.serving import Client
-from tests.support.zmtp_fakes import until
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
 VLLM: dict[str, object] = {
     "/health": {},
@@ -291,6 +291,31 @@ async def two_serving() -> AsyncIterator[tuple[list[Running], InnerGateway, Clie
     ):
         await inner.until_serving(*(each.url for each in running))
         yield running, inner, client
+
+
+async def test_an_engine_that_shuts_down_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its health checks succeed until it ends."""
+    monkeypatch.setattr("kvd.gateway.upstreams.HEALTH_S", NOT_MY_FAULT_S)
+    async with two_serving() as (running, inner, client):
+        ends, stays = running
+        ends.server.options.faults.extend([Fault.SHUTS_DOWN] * 2)
+        (upstream,) = [one for one in inner.upstreams if one.url == ends.url]
+        while upstream.state is UpstreamState.SERVING:
+            reply = await client.request("POST", CHAT, BODY % b"a")
+            assert (reply.status, reply.headers["x-kvd-endpoint"]) == (200, stays.url)
+        assert ends.server.requests == 1
+        for _ in range(4):
+            assert (await client.request("POST", CHAT, BODY % b"a")).status == 200
+        assert ends.server.requests == 1
+        # It is used all the same if it is the only one.
+        upstreams = [one for one in inner.upstreams if one is not upstream]
+        for other in upstreams:
+            inner.upstreams.unwant(Wanted(other.url), SETTINGS)
+        reply = await client.request("POST", CHAT, BODY % b"a")
+        assert (reply.status, ends.server.requests) == (500, 2)
+        assert b"cannot schedule" in reply.body
+        upstream.failed.set()  # as if its next health check were due
+        await inner.until_serving(ends.url)
 
 
 async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> None:
