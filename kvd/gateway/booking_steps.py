@@ -18,6 +18,8 @@ from itertools import islice
 import httptools
 import trio
 
+from kvd.net.dialing import reason_of
+
 # Steps that wait for a kvd, about 200 bytes each; those beyond are dropped.
 MAX_STEPS = 65_536
 # Steps sent before their answers are awaited: both fit into the sockets' buffers.
@@ -71,7 +73,7 @@ class BookingSteps:
             except (OSError, trio.BrokenResourceError, httptools.HttpParserError) as error:
                 self.close()
                 if is_new and self._waiting and self._waiting[0] is first:
-                    raise StepsFailed(str(error.__cause__ or error)) from None
+                    raise StepsFailed(f"the connection failed: {reason_of(error)}") from None
             except trio.TooSlowError:
                 self.close()
                 raise StepsFailed("the kvd did not answer in time") from None

@@ -542,6 +542,8 @@ def _placement(answer: Answer) -> Placement:
 
 def _rows(answer: Answer, asked: str) -> list[dict[str, Any]]:
     """Returns the workers in the answer to a request: those of a list, or the only one."""
+    if answer.status in (404, 405):  # another server's, or another face's
+        raise _no_kvd(asked)
     if answer.status not in (200, 201):
         raise Failed(f"the kvd answers {answer.status}: {_refusal(answer)}")
     try:
@@ -555,13 +557,14 @@ def _rows(answer: Answer, asked: str) -> list[dict[str, Any]]:
 
 
 def _no_kvd(asked: str) -> Failed:
-    return Failed(f"its {asked} does not answer as that of a kvd does")
+    return Failed(f"its {asked} does not answer as that of a kvd's selection service does")
 
 
 def _refusal(answer: Answer) -> str:
     """Returns a kvd's reason for refusing a request."""
     try:
-        return str(json.loads(answer.held)["error"])
+        error = json.loads(answer.held)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (KeyError, RecursionError, TypeError, ValueError):
         return f"status {answer.status}"
 

@@ -36,6 +36,14 @@ class Unreachable(Exception):
     """There is no address that may be connected to; the text says why."""
 
 
+def reason_of(error: Exception) -> object:
+    """Returns why a connection failed; trio hides it in the group that is the error's cause."""
+    cause = error.__cause__ or error
+    if isinstance(cause, ExceptionGroup):
+        cause = cause.exceptions[0]
+    return getattr(cause, "strerror", None) or cause
+
+
 class Ends(Protocol):
     """A connection that can be given up."""
 

@@ -18,7 +18,7 @@ import httptools
 import trio
 
 from kvd._version import VERSION
-from kvd.net.dialing import Dialer, Unreachable
+from kvd.net.dialing import Dialer, Unreachable, reason_of
 from kvd.wire.urls import Target, parse_url
 
 RECEIVE_BYTES = 64 * 1024  # bytes of a peer's answer received at once
@@ -74,15 +74,7 @@ async def fetch(
     except trio.TooSlowError:
         raise FetchError("the request took too long") from None
     except (OSError, trio.BrokenResourceError, Unreachable) as error:
-        raise FetchError(f"the connection failed: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> object:
-    """Returns why a connection failed; trio hides it in the group that is the error's cause."""
-    cause = error.__cause__ or error
-    if isinstance(cause, ExceptionGroup):
-        cause = cause.exceptions[0]
-    return getattr(cause, "strerror", None) or cause
+        raise FetchError(f"the connection failed: {reason_of(error)}") from None
 
 
 async def _connect(target: Target, dialer: Dialer) -> trio.abc.Stream:

@@ -453,10 +453,14 @@ async def test_an_engine_that_does_not_fit_is_named(tmp_path: Path) -> None:
         assert reasons == ["block_size 8 differs from 4 of its model"]
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{}", b"[[]]", b"5", b"[" * 100_000, b"[5]"])
-async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, each) for each in (b"[]", b"{}", b"[[]]", b"5", b"[" * 100_000, b"[5]")]
+    + [(404, b'{"error": "not found"}'), (405, b'{"error": {"message": "not here"}}')],
+)
+async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, status: int, body: bytes) -> None:
     def answer(request: Request) -> Response:
-        return Response(200, body)
+        return Response(status, body)
 
     async with asking(tmp_path) as (gateway, [kvd]):
         await kvd.end()
@@ -468,6 +472,27 @@ async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, body: bytes) -> None:
         placed = await gateway.choices.choose(gateway.question())
         assert placed.by_load
         await until(lambda: "does not answer" in str(gateway.choices.shown()))
+
+
+@pytest.mark.parametrize("error", ['"closed for you"', '{"message": "closed for you"}'])
+async def test_the_refusal_of_a_kvd_is_shown_in_its_words(tmp_path: Path, error: str) -> None:
+    def answer(request: Request) -> Response:
+        return Response(403, f'{{"error": {error}}}'.encode())
+
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await kvd.end()
+        await kvd.start(Route("GET", "/workers", answer))
+        await until(lambda: "403: closed for you'" in str(gateway.choices.shown()))
+
+
+async def test_a_kvd_that_is_gone_is_shown_as_such_by_steps_too() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        steps = BookingSteps(partial(trio.open_tcp_stream, "127.0.0.1", port), NOT_MY_FAULT_S)
+        steps.put(b"DELETE /reservations/1 HTTP/1.1\r\n\r\n")
+        with pytest.raises(StepsFailed, match=r"^the connection failed: .*Connection refused$"):
+            await steps.send()
 
 
 async def test_an_engine_that_became_another_is_described_anew(tmp_path: Path) -> None:
