@@ -48,7 +48,8 @@ def shuts_down(answer: Answer) -> bool:
 
 def aborted(answer: Answer) -> bool:
     """Returns whether an engine has given up a request that it had taken on."""
-    return answer.status == 200 and answer.whole and ABORTED.search(answer.held) is not None
+    begins = answer.status == 200 and (answer.whole or answer.events)
+    return begins and ABORTED.search(answer.held) is not None
 
 
 def lacks_model(answer: Answer) -> bool:

@@ -415,6 +415,11 @@ class Forwarder:
             refusal = "model_gone"
         if refusal is None and aborted(answer):
             refusal = "aborted"
+            if not answer.whole:  # a stream, which could not be passed on later
+                self._stats.retries[refusal] += 1
+                attempt.failed = "it gave the request up"
+                attempt.tried |= {upstream.worker_id}
+                return True
         if refusal is None:
             return False
         if attempt.refused is None:

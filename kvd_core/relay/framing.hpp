@@ -271,18 +271,35 @@ class Body {
   uint64_t left_ = 0;           // bytes left of the length or the chunk
 };
 
-// Returns the end of the first event with data at the start of a stream, or 0 while it is not
-// complete. Events of comments alone, or with a name but no data, do not count.
+// Whether an event only opens a chat: it names the role, and its text is empty. It comes with the
+// first token, or before an engine says that it has given the request up.
+inline bool opens_chat(const char* event, size_t n) {
+  const char* end = event + n;
+  if (memmem(event, n, "\"role\"", 6) == nullptr) return false;
+  const char* at = static_cast<const char*>(memmem(event, n, "\"content\"", 9));
+  if (at == nullptr) return false;
+  at += 9;
+  while (at < end && (*at == ' ' || *at == ':')) ++at;
+  return end - at >= 2 && at[0] == '"' && at[1] == '"';
+}
+
+// Returns the end of the first event that says something at the start of a stream, or 0 while it is
+// not complete. Events of comments alone, with a name but no data, or that only open a chat do not
+// count.
 inline size_t first_event(const char* data, size_t n) {
   bool has_data = false;
-  size_t line = 0;
+  size_t line = 0, event = 0;
   for (size_t i = 0; i < n; ++i) {
     if (data[i] != '\n' && data[i] != '\r') continue;
     const bool empty = i == line;
-    if (empty && has_data) return i + 1;
+    if (empty && has_data && !opens_chat(data + event, i - event)) return i + 1;
     if (!empty && n - line >= 5 && std::memcmp(data + line, "data:", 5) == 0) has_data = true;
     if (data[i] == '\r' && i + 1 < n && data[i + 1] == '\n') ++i;
     line = i + 1;
+    if (empty) {
+      has_data = false;
+      event = line;
+    }
   }
   return 0;
 }

@@ -86,9 +86,18 @@ async def test_a_whole_answer_waits_until_it_is_whole() -> None:
         assert await received(stream, b"9") == head + b"0123456789"
 
 
+# Events that say nothing of the answer.
+OPENING = (
+    b": hello\n\n",
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
+    b'data: {"choices": [{"delta": {"content": "", "role": "assistant"}}]}\r\n\r\n',
+)
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-async def test_a_stream_is_held_until_its_first_event_with_data(step: int) -> None:
-    events = [b": hello\n\n", b"data: 1\r\n\r\n", b'data: {"x":2}\n\n', b"data: [DONE]\n\n"]
+@pytest.mark.parametrize("opening", OPENING)
+async def test_a_stream_is_held_until_its_first_event_with_data(step: int, opening: bytes) -> None:
+    events = [opening, b"data: 1\r\n\r\n", b'data: {"x":2}\n\n', b"data: [DONE]\n\n"]
     data = STREAM + chunks(*events) + b"0\r\n\r\n"
     script = answering(*(data[at : at + step] for at in range(0, len(data), step)))
     async with relaying(script) as (exchanges, engine, _), client() as (fd, stream):
@@ -96,7 +105,7 @@ async def test_a_stream_is_held_until_its_first_event_with_data(step: int) -> No
             answer = await exchange.begins()
             assert answer is not None
             assert answer.events
-            assert answer.held.startswith(b": hello\n\ndata: 1\r\n")
+            assert answer.held.startswith(opening + b"data: 1\r\n")
             exchange.forward(STREAM, chunked=True)
             ending = await exchange.ends()
         assert ending.outcome is ExchangeOutcome.COMPLETE

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
+import trio.testing
 
 from examples.engine.options import EngineOptions, Fault
 from kvd.gateway.choices import Placement, Question
@@ -316,6 +317,38 @@ async def test_an_engine_that_shuts_down_is_passed_over(monkeypatch: pytest.Monk
         assert b"cannot schedule" in reply.body
         upstream.failed.set()  # as if its next health check were due
         await inner.until_serving(ends.url)
+
+
+async def test_a_stream_that_is_given_up_before_its_first_token_is_tried_elsewhere() -> None:
+    asked = 0
+
+    async def give_up(stream: trio.SocketStream) -> None:
+        nonlocal asked
+        asked += 1
+        await stream.send_all(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+            b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+        )
+        await trio.testing.wait_all_tasks_blocked()
+        await stream.send_all(
+            b'data: {"choices":[{"delta":{},"finish_reason":"abort"}]}\n\ndata: [DONE]\n\n'
+        )
+
+    body = BODY.replace(b"{", b'{"stream": true, ', 1) % b"a"
+    options = EngineOptions(events=False)
+    async with (
+        scripted_engine(give_up) as url,
+        engines(options) as (engine,),
+        inner_gateway(Wanted(url), Wanted(engine.url)) as inner,
+        inner.running.client() as client,
+    ):
+        await inner.until_serving(url, engine.url)
+        while not asked:
+            reply = await client.request("POST", CHAT, body)
+            assert (reply.status, reply.headers["x-kvd-endpoint"]) == (200, engine.url)
+        assert inner.serving() == {url, engine.url}
+        inner.upstreams.unwant(Wanted(engine.url), SETTINGS)
+        assert (await client.request("POST", CHAT, body)).status == 502
 
 
 async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> None:
