@@ -246,10 +246,13 @@ def show_status(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResu
     # No rate can be measured over no time.
     interval_s = max(float(str(given["interval"])), status.SHORTEST_S)
     may_lack = daemon.unnamed if "gateway" in daemon.faces else ()
-    shown = status.figures(status.check(daemon.faces, interval_s, daemon.client, may_lack))
+    faces = status.check(daemon.faces, interval_s, daemon.client, may_lack)
+    shown = status.figures(faces)
     # Clients choose names: some could look like lines of kvd's, or control the terminal.
     text = "\n".join(map(logs.plain, status.text(shown)))
     text = json.dumps(shown, indent=1) if given["json"] else text
+    if face_client.are_all_absent([face.error for face in faces]):
+        logs.complain(StartError(f"no face answers; {face_client.START_HINT}"))
     return f"{text}\n", status.exit_code(shown)
 
 

@@ -10,9 +10,15 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import (
+    BadStatusLine,
+    HTTPConnection,
+    HTTPException,
+    HTTPSConnection,
+    RemoteDisconnected,
+)
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,8 +39,20 @@ WRONG = (400, 404, 413, 422, 503)
 
 # Hints for refusals, by status.
 TOKEN_HINT = "; --token-file takes a file that contains only a bearer token of scope read"
-HINTS = {401: TOKEN_HINT, 403: TOKEN_HINT}
+OTHER_HINT = f"; this is no kvd, or not version {VERSION}"
+HINTS = {
+    401: TOKEN_HINT,
+    403: TOKEN_HINT,
+    404: OTHER_HINT,
+    405: OTHER_HINT,
+    421: "; ask for it by its IP address, or add the name to allowed_hosts",
+}
 CERTIFICATE_HINT = "; the setting tls_certfile (KVD_TLS_CERTFILE) names the daemon's own"
+TLS_HINT = "; if it serves TLS, write tls: before the address"
+START_HINT = (
+    "start kvd (`kvd serve`, `systemctl start kvd`), or name the address of one that runs "
+    "(--indexer-bind HOST:PORT, --config FILE)"
+)
 
 ALL_OFF = "every face is off"
 EXIT_UNREACHABLE = 2  # exit code of a command if a face, or every face, cannot be asked
@@ -64,8 +82,17 @@ def reason(error: Exception) -> str:
         return f"its certificate is not trusted: {error.verify_message}{CERTIFICATE_HINT}"
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return "it does not speak TLS"
+    if isinstance(error, RemoteDisconnected):
+        return f"it closed the connection without an answer{TLS_HINT}"
+    if isinstance(error, BadStatusLine):
+        return f"it does not speak HTTP: it began with {str(error)!r}"
     words = error.strerror if isinstance(error, OSError) else None
     return words or str(error) or type(error).__name__
+
+
+def are_all_absent(errors: Collection[Exception | None]) -> bool:
+    """Tells whether the faces could not be asked for the sole reason that nothing is there."""
+    return all(isinstance(each, (ConnectionRefusedError, FileNotFoundError)) for each in errors)
 
 
 class _UnixConnection(HTTPConnection):
@@ -109,32 +136,36 @@ class FaceClient:
 
         Raises:
             FaceRefused: the face says what is wrong with the body.
-            OSError, HTTPException: there is no answer, or its status is not 200.
+            OSError, HTTPException, ValueError, *OTHER_FORM: there is no answer, its status is not
+                200, or it is not kvd's.
         """
-        connection, headers = self._connection(bind, timeout_s or TIMEOUT_S), self._headers
+        connection, headers = self._connection(bind), self._headers
         if body is not None:
             headers = {"Content-Type": "application/json", **headers}
         try:
+            connection.connect()
+            connection.sock.settimeout(timeout_s or TIMEOUT_S)
             connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
             text = answer.read().decode()
         finally:
             connection.close()
+        if answer.status == 200:
+            return text
+        error = json.loads(text)["error"]
+        # Errors of the gateway have OpenAI's form.
+        complaint = error["message"] if isinstance(error, dict) else error
         if body is not None and answer.status in WRONG:
-            error = json.loads(text)["error"]
-            # Errors of the gateway have OpenAI's form.
-            raise FaceRefused(error["message"] if isinstance(error, dict) else error)
-        if answer.status != 200:
-            raise OSError(f"{path}: {answer.status} {answer.reason}{HINTS.get(answer.status, '')}")
-        return text
+            raise FaceRefused(complaint)
+        raise OSError(f"{path}: {answer.status}, {complaint}{HINTS.get(answer.status, '')}")
 
-    def _connection(self, bind: Bind, timeout_s: float) -> HTTPConnection:
+    def _connection(self, bind: Bind) -> HTTPConnection:
         if isinstance(bind, UnixBind):
-            return _UnixConnection(bind.path, timeout_s)
+            return _UnixConnection(bind.path, TIMEOUT_S)
         host = EVERYWHERE.get(bind.host, bind.host)
         if bind.tls:
-            return HTTPSConnection(host, bind.port, timeout=timeout_s, context=self._tls)
-        return HTTPConnection(host, bind.port, timeout=timeout_s)
+            return HTTPSConnection(host, bind.port, timeout=TIMEOUT_S, context=self._tls)
+        return HTTPConnection(host, bind.port, timeout=TIMEOUT_S)
 
 
 def _trusting(
@@ -167,13 +198,16 @@ def ask_first(binds: Mapping[str, Bind], ask: Callable[[str, Bind], T]) -> T:
 
     `ask` takes the face's name and address.
     """
-    faults = []
+    faults: dict[str, Exception] = {}
     for name, bind in binds.items():
         try:
             return ask(name, bind)
         except (OSError, HTTPException, ValueError, *OTHER_FORM) as error:
-            faults.append(f"{name} {bind}: {reason(error)}")
-    raise Unreached("; ".join(faults) or ALL_OFF)
+            faults[f"{name} {bind}"] = error
+    reasons = "; ".join(f"{where}: {reason(error)}" for where, error in faults.items())
+    if faults and are_all_absent(faults.values()):
+        reasons += f"; {START_HINT}"
+    raise Unreached(reasons or ALL_OFF)
 
 
 def setting_of(face: str) -> str:

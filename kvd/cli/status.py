@@ -83,7 +83,7 @@ class FaceStatus:
 
     name: str
     bind: Bind
-    error: str | None = None
+    error: Exception | None = None
     asked_at: float = 0.0  # monotonic time before the first sample
     seconds: float = SHORTEST_S  # from then to the end of the second sample
     before: Samples = field(default_factory=dict)
@@ -152,7 +152,7 @@ def _try(check: Check, face: FaceStatus, client: FaceClient) -> None:
         try:
             check(face, client)
         except (OSError, HTTPException, ValueError, *OTHER_FORM) as error:
-            face.error = reason(error)
+            face.error = error
 
 
 def _read_before(face: FaceStatus, client: FaceClient) -> None:
@@ -275,7 +275,7 @@ def _requests(face: FaceStatus) -> float:
 
 def _face(face: FaceStatus) -> dict[str, Any]:
     if face.error is not None:
-        return {"bind": str(face.bind), "error": face.error}
+        return {"bind": str(face.bind), "error": reason(face.error)}
     return {"bind": str(face.bind), "requests_per_s": round(_requests(face), 1)}
 
 
@@ -295,8 +295,9 @@ def text(shown: Mapping[str, Any]) -> Iterator[str]:
     for name, face in shown["faces"].items():
         remark = face.get("error") or f"{face['requests_per_s']:,} requests/s"
         yield f"{name:13} {face['bind']}  {remark}"
-    streams = ", ".join(f"{count:,} {state}" for state, count in shown["streams"].items() if count)
-    yield f"{'streams':13} {streams or 'none'}"
+    if any("error" not in face for face in shown["faces"].values()):
+        counts = (f"{count:,} {state}" for state, count in shown["streams"].items() if count)
+        yield f"{'streams':13} {', '.join(counts) or 'none'}"
     if "index" in shown:
         yield from _index(shown["index"])
         yield f"{'events':13} {shown['events_per_s']:,}/s"

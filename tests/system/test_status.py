@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -256,6 +258,51 @@ def test_answers_of_another_version_are_no_crash(
                 assert complaint in shown.out + shown.err
 
 
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "it does not speak HTTP: it began with 'SSH-2.0-OpenSSH"),
+        (b"", "it closed the connection without an answer; if it serves TLS, write tls:"),
+        (b"HTTP/1.1 404 None\r\n\r\n<html>", "the answer is not JSON: this is no kvd"),
+        (b'HTTP/1.1 404 None\r\n\r\n{"error": "no page"}', "404, no page; this is no kvd"),
+        (b'HTTP/1.1 421 None\r\n\r\n{"error": "no name"}', "421, no name; ask for it by its IP"),
+    ],
+)
+def test_what_answers_in_place_of_kvd_is_told(
+    capsys: pytest.CaptureFixture[str], answer: bytes, complaint: str
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = Thread(target=serve)
+        thread.start()
+        off = [f"--{face}-bind=off" for face in FACES if face != "indexer"]
+        for command in (["status", "--interval=0"], ["doctor"]):
+            bind = f"--indexer-bind=127.0.0.1:{server.getsockname()[1]}"
+            assert main([*command, bind, *off]) == 2
+            shown = capsys.readouterr()
+            assert complaint in shown.out + shown.err
+            assert "start kvd" not in shown.err and "streams" not in shown.out
+        thread.join()
+
+
+def test_where_nobody_listens_the_next_step_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    binds = [f"--{face}-bind=unix:{tmp_path}/{face}" for face in FACES]
+    binds[0] = f"--{FACES[0]}-bind=127.0.0.1:{find_free_port()}"
+    (tmp_path / "prompt").write_text("1 2 3 4")
+    for command in ("status", "doctor", f"explain {tmp_path}/prompt"):
+        assert main([*command.split(), *binds]) == 2
+        assert "; start kvd (`kvd serve`, " in capsys.readouterr().err
+
+
 def test_without_a_face_nothing_is_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,10 +462,13 @@ def test_who_needs_a_token_is_told_how(capsys: pytest.CaptureFixture[str], tmp_p
     bind = f"--indexer-bind=127.0.0.1:{port}"
     off = [f"--{name}-bind=off" for name in FACES if name != "indexer"]
     with running(tmp_path, port, "serve", bind, *off, "--tokens-file", str(tokens)):
-        for flags, status_ in (([], 401), ([f"--token-file={tmp_path / 'token'}"], 403)):
+        for flags, refusal in (
+            ([], "401, a bearer token is needed"),
+            ([f"--token-file={tmp_path / 'token'}"], "403, the token lacks the scope"),
+        ):
             assert main(["status", "--interval=0", bind, *off, *flags]) == 2
             printed = capsys.readouterr().out
-            assert f"/metrics: {status_} " in printed and "--token-file takes a file" in printed
+            assert f"/metrics: {refusal}" in printed and "--token-file takes a file" in printed
 
 
 def test_only_faces_that_are_on_are_asked() -> None:
