@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.face_client import FaceClient, ask_first
+from kvd.cli.face_client import FaceClient, FaceRefused, ask_first
 from kvd.config.parsers import U64_DIGITS, Bind
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.telemetry.logs import plain
@@ -60,6 +60,9 @@ REFUSALS = {
     "all_overloaded": "all exceed a busy threshold: it would be refused",
     "no_selection": "kvd chooses no worker for this model; what each caches:",
 }
+
+# Where a prompt that names no model is refused: few fleets have a model called `default`.
+MODEL_HINT = "; --model-name names the model of the prompt"
 
 Json = dict[str, Any]
 
@@ -114,7 +117,11 @@ def ask(binds: Mapping[str, Bind], client: FaceClient, body: Json) -> Json:
         found: Json = json.loads(client.ask(bind, EXPLAIN_PATH, TIMEOUT_S, sent))
         return found
 
-    return ask_first(binds, ask_face)
+    try:
+        return ask_first(binds, ask_face)
+    except FaceRefused as error:
+        unnamed = not {"model_name", "request_id"} & body.keys()
+        raise FaceRefused(f"{error}{MODEL_HINT if unnamed else ''}") from None
 
 
 # ---- for people

@@ -401,7 +401,8 @@ def test_the_command_says_what_is_wrong(
         ("1" * 5000, "a prompt is token ids"),
         ("[1, 2", "the prompt is not JSON"),
         ("[" * 100_000, "the prompt is not JSON"),
-        ('{"token_ids": []}', "no indexer for model=default"),
+        ('{"token_ids": []}', "tenant_id=default; --model-name names the model of the prompt"),
+        ('{"token_ids": [], "model_name": "n"}', "no indexer for model=n tenant_id=default\n"),
     ):
         wrong.write_text(text)
         assert main(["explain", str(wrong), *binds]) == 1
