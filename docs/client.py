@@ -65,7 +65,8 @@ with Client(indexer="http://kvd:8090") as kvd:
 Both have the same calls under the same names; those of `AsyncClient` are awaited. Every argument
 and answer is typed. Complete programs are `examples/client/ask_the_indexer.py`,
 `examples/client/reserve_around_a_request.py` and, without trio,
-`examples/client/loads_in_a_script.py`.
+`examples/client/loads_in_a_script.py`. A program on asyncio calls `Client` in threads:
+`await asyncio.to_thread(kvd.indexer.query, "llama-3-8b", tokens)`.
 
 ## Reach a daemon
 

@@ -32,5 +32,7 @@ async def ask(url: str, model_name: str, token_ids: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     url, model_name, tokens = sys.argv[1:]
     trio.run(ask, url, model_name, [int(each) for each in tokens.split(",")])

@@ -30,4 +30,6 @@ def main(address: str, token_file: str | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

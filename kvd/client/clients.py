@@ -36,6 +36,7 @@ from kvd.client.connecting import (
     ConnectionSettings,
     Where,
     check_attempts,
+    check_timeout,
     limits,
     read_token,
 )
@@ -80,8 +81,8 @@ class _Faces(ABC, Generic[How]):
         limits a call with all its attempts; repeatable calls have up to `attempts`. Proxies of the
         environment are not used.
 
-        Raises ValueError for an invalid address or token, OSError for an unusable token file; the
-        first call over TLS raises OSError for the other files.
+        Raises ValueError for an invalid address, token, timeout or number of attempts, OSError for
+        an unusable token file; the first call over TLS raises OSError for the other files.
         """
         self.stats = ClientStats()
         self._askers: list[Any] = []  # of all faces that were called, to be closed
@@ -94,7 +95,7 @@ class _Faces(ABC, Generic[How]):
         }
         shown = read_token(token, token_file)
         self._settings = ConnectionSettings(
-            shown, ca_file, cert_file, key_file, timeout_s, max_answer_bytes
+            shown, ca_file, cert_file, key_file, check_timeout(timeout_s), max_answer_bytes
         )
         self._attempts = check_attempts(attempts)
 
@@ -297,6 +298,9 @@ class Client(_Faces[Blocking]):
 # ---- on trio
 
 
+NO_TRIO = "AsyncClient needs trio; on asyncio call Client's methods with asyncio.to_thread"
+
+
 class TrioPool(NamedTuple):
     """A pool of connections, and a limiter that admits as many calls."""
 
@@ -333,6 +337,10 @@ class TrioAsker:
     async def ask(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
         """Returns the answer; `timeout_s` is the client's unless given."""
         limit_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        try:
+            trio.lowlevel.current_task()
+        except RuntimeError:
+            raise RuntimeError(NO_TRIO) from None
         with trio.move_on_after(limit_s):
             while True:
                 try:

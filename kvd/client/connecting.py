@@ -127,3 +127,9 @@ def check_attempts(attempts: int) -> int:
     if not 1 <= attempts <= MAX_ATTEMPTS:
         raise ValueError(f"attempts: expected 1 to {MAX_ATTEMPTS}")
     return attempts
+
+
+def check_timeout(timeout_s: float) -> float:
+    if not timeout_s > 0:
+        raise ValueError("timeout_s: expected more than 0 seconds")
+    return timeout_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -801,6 +803,8 @@ def test_every_error_is_a_client_error() -> None:
         {"token": "two words"},
         {"token": "t" * 16, "token_file": "/none"},
         {"attempts": 0},
+        {"timeout_s": 0},
+        {"timeout_s": math.nan},
     ],
     ids=str,
 )
@@ -808,3 +812,17 @@ def test_what_cannot_be_is_refused_at_once(options: dict[str, Any]) -> None:
     for each in (Client, AsyncClient):
         with pytest.raises(ValueError):
             each(**options)
+
+
+def test_asyncio_is_told_what_to_use() -> None:
+    async def query() -> None:
+        async with AsyncClient() as kvd:
+            await kvd.indexer.query("m", [1])
+
+    async def reserve() -> None:
+        async with AsyncClient() as kvd, kvd.reserve(model_name="m", token_ids=[1]):
+            pass
+
+    for each in (query, reserve):
+        with pytest.raises(RuntimeError, match=r"AsyncClient needs trio; .* asyncio\.to_thread"):
+            asyncio.run(each())

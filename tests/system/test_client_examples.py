@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +110,13 @@ def test_loads_in_a_script(kvd: Faces, capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "token").write_text("t" * 16)
     assert main("http://127.0.0.1:1", str(tmp_path / "token")) == 1
     assert "GET /loads: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["ask_the_indexer", "loads_in_a_script", "reserve_around_a_request"]
+)
+def test_without_arguments_they_say_what_they_take(name: str) -> None:
+    command = [sys.executable, "-m", f"examples.client.{name}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TEST_SECONDS)
+    assert result.returncode == 1 and f"python -m examples.client.{name} " in result.stderr
+    assert "Traceback" not in result.stderr
