@@ -101,6 +101,6 @@ def _missing(stream: StreamEvidence, evidence: str) -> Finding:
 
 def _lost(stream: StreamEvidence) -> str:
     return (
-        f"{stream.lost} batches are lost, in {stream.gaps} gaps over {stream.joins} connections "
-        f"({stream.loss})"
+        f"{counted(stream.lost, 'lost batch', 'lost batches')}, in {counted(stream.gaps, 'gap')} "
+        f"over {counted(stream.joins, 'connection')} ({stream.loss})"
     )

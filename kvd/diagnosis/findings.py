@@ -270,6 +270,6 @@ def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60:.0f} minutes"
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns a number and its noun."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Returns a number and its noun, whose plural has an s unless given."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"

@@ -62,7 +62,7 @@ def test_messages_are_lost_and_nobody_can_be_asked(patient: Patient) -> None:
     rank.skip(5)
     rank.serve(prompt(2))
     found = patient.finds("messages_lost")
-    assert "5 batches are lost, in 1 gaps over 1 connections (missing 1..5)" in found["evidence"]
+    assert "5 lost batches, in 1 gap over 1 connection (missing 1..5)" in found["evidence"]
     assert "no replay endpoint" in patient.finds("replay_missing")["evidence"]
 
 
@@ -71,7 +71,7 @@ def test_the_replay_buffer_is_too_short(patient: Patient) -> None:
     rank.serve(prompt(1))
     rank.skip(5)
     rank.serve(prompt(2))
-    assert "5 batches are lost" in patient.finds("replay_too_short")["evidence"]
+    assert "5 lost batches" in patient.finds("replay_too_short")["evidence"]
     assert patient.finds("messages_lost")
 
 
