@@ -139,14 +139,15 @@ def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     Of those that begin with KVD_ these are the likely mistakes in writing: others may be meant for
     other programs, as those are that Kubernetes sets for a service named kvd.
     """
-    known = {variable for setting in SETTINGS for variable in setting.variables}
+    known = {variable: variable for setting in SETTINGS for variable in setting.variables}
+    # A setting with Dynamo's variable has none of kvd's own, but may be meant by that name.
+    likely = {f"KVD_{each.name.upper()}": each.variables[0] for each in SETTINGS} | known
     reasons = {"DYN_" + flag.upper().replace("-", "_"): why for flag, why in WITHOUT_EFFECT.items()}
     for name in environ:
         if name in reasons:
             yield name, reasons[name]
-        elif name.startswith("DYN_ROUTER_") and name not in known:
-            yield name, "kvd does not know this variable"
-        elif (
-            name.startswith("KVD_") and name not in known and (like := nearest(name, known, NEARLY))
-        ):
-            yield name, f"kvd does not know this variable; did you mean {like}?"
+        elif name not in known and name.startswith(("KVD_", "DYN_ROUTER_")):
+            if like := nearest(name, likely, NEARLY):
+                yield name, f"kvd does not know this variable; did you mean {likely[like]}?"
+            elif name.startswith("DYN_"):
+                yield name, "kvd does not know this variable"

@@ -44,6 +44,9 @@ def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
     environ = {
         "DYN_ROUTER_TEMPERATUR": "1",
         "DYN_ROUTER_TEMPERATURE": "1",
+        "DYN_ROUTER_OTHER": "1",
+        "KVD_ROUTER_TEMPERATURE": "1",
+        "KVD_ROUTER_TEMPRATURE": "1",
         "DYN_ROUTER_REPLICA_SYNC": "true",
         "DYN_OVERLAP_SCORE_WEIGHT": "1",
         "DYN_OTHER": "1",
@@ -53,8 +56,12 @@ def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
         "KVD_INDEXER_PORT": "tcp://10.0.0.1:8090",
         "KVD_SERVICE_HOST": "10.0.0.1",
     }
+    temperature = "kvd does not know this variable; did you mean DYN_ROUTER_TEMPERATURE?"
     assert dict(without_effect(environ)) == {
-        "DYN_ROUTER_TEMPERATUR": "kvd does not know this variable",
+        "DYN_ROUTER_TEMPERATUR": temperature,
+        "DYN_ROUTER_OTHER": "kvd does not know this variable",
+        "KVD_ROUTER_TEMPERATURE": temperature,
+        "KVD_ROUTER_TEMPRATURE": temperature,
         "DYN_ROUTER_REPLICA_SYNC": WITHOUT_EFFECT["router-replica-sync"],
         "KVD_UPSTREAM": "kvd does not know this variable; did you mean KVD_UPSTREAMS?",
     }
