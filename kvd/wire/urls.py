@@ -16,6 +16,8 @@ DNS_FORM = "dns:NAME:PORT or dns:https://NAME:PORT"
 # Longest path of a Unix socket: Linux allows 108 bytes with the terminating zero.
 MAX_UNIX_PATH_BYTES = 107
 FORM = "http://HOST[:PORT][/PATH], or https://"
+ENGINE_FORM = "http://HOST:PORT, or https://"
+KVD_FORM = "http://HOST:PORT or unix:/PATH"
 
 # Matches up to the last @, as a password may contain anything, even commas and slashes. A text
 # without a scheme may have been meant as a URL. The @ of ipc://@name, an abstract socket, follows
@@ -41,38 +43,37 @@ def masked(text: str) -> str:
     return _USER.sub(lambda found: f"{found[1] or ''}***@", text)
 
 
-def parse_url(url: str) -> Target:
+def parse_url(url: str, form: str = FORM) -> Target:
     """Reads a URL to fetch from; the text of a ValueError says what is wrong with it.
 
-    That text never contains the URL, which may have a password in an unexpected part.
+    That text may say that `form` is expected, and never contains the URL, which may have a
+    password in an unexpected part.
     """
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ValueError(f"not a URL: expected {FORM}") from None
+        raise ValueError(f"not a URL: expected {form}") from None
     # Check the text itself, before parts of it: urlsplit drops tabs and line ends.
     if not url.isprintable() or not parts.path.isascii() or " " in url:
         raise ValueError("the URL contains blanks, control characters or non-ASCII letters")
     if parts.scheme not in PORTS:
-        raise ValueError(f"the URL is not of http: or https:, expected {FORM}")
+        raise ValueError(f"the URL is not of http: or https:, expected {form}")
     if "@" in parts.netloc:
         raise ValueError(
             "the URL contains a user or a password, which kvd never sends; use a token"
         )
     if parts.query or parts.fragment or url.endswith(("?", "#")):
         raise ValueError("the URL contains a question mark or a #; it must end with the path")
-    host, port = _host(parts), _port(parts)
+    host, port = _host(parts, form), _port(parts)
     authority = f"{bracketed(host)}:{port}"
     return Target(host, port, parts.scheme == "https", authority, parts.path or "/")
 
 
 def parse_upstream(url: str) -> Target:
     """Reads the URL of an engine behind the gateway; raises ValueError as `parse_url` does."""
-    target = parse_url(url)
+    target = parse_url(url, ENGINE_FORM)
     if target.path != "/":
-        raise ValueError(
-            "the URL of an engine must have no path: expected http://HOST:PORT, or https://"
-        )
+        raise ValueError(f"the URL of an engine must have no path: expected {ENGINE_FORM}")
     return target
 
 
@@ -107,25 +108,28 @@ def parse_kvd(url: str) -> Target:
 
     Raises ValueError as `parse_url` does.
     """
-    form = "expected http://HOST:PORT or unix:/PATH"
     if url.startswith(UNIX_PREFIX):
         path = url.removeprefix(UNIX_PREFIX)
         if not path.startswith("/") or not path.isprintable():
-            raise ValueError(f"the path of a Unix socket must begin with a slash, {form}")
+            raise ValueError(
+                f"the path of a Unix socket must begin with a slash, expected {KVD_FORM}"
+            )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES:
             raise ValueError(f"the path is longer than {MAX_UNIX_PATH_BYTES} bytes")
         return Target(path, 0, False, "localhost", "/")
-    target = parse_url(url)
+    target = parse_url(url, KVD_FORM)
     if target.tls or target.path != "/":
-        raise ValueError(f"the URL of a kvd must begin with http: and have no path, {form}")
+        raise ValueError(
+            f"the URL of a kvd must begin with http: and have no path, expected {KVD_FORM}"
+        )
     return target
 
 
-def _host(parts: SplitResult) -> str:
+def _host(parts: SplitResult, form: str) -> str:
     host = parts.hostname
     if not host:
         hint = "; an IPv6 address has brackets" if parts.netloc.count(":") > 1 else ""
-        raise ValueError(f"the URL has no host{hint}, expected {FORM}")
+        raise ValueError(f"the URL has no host{hint}, expected {form}")
     return in_ascii(host)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.wire.urls import Target, masked, parse_kvd, parse_url
+from kvd.wire.urls import Target, masked, parse_kvd, parse_upstream, parse_url
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,12 @@ def test_no_user_and_no_password_is_ever_shown(user: str, password: str, before:
     assert masked(f"{before}http://{user.strip('@') or 'u'}:{password}@h").endswith("://***@h")
 
 
+@pytest.mark.parametrize("url", ["gpu1:8000", "http://", "http://gpu1:8000/v1"])
+def test_what_is_expected_of_an_engine_is_what_can_be(url: str) -> None:
+    with pytest.raises(ValueError, match=r"expected http://HOST:PORT, or https://$"):
+        parse_upstream(url)
+
+
 def test_where_a_kvd_is_asked() -> None:
     assert parse_kvd("unix:/run/kvd/s").host == "/run/kvd/s"
     over_tcp = parse_kvd("http://kvd:8092")
@@ -104,7 +110,7 @@ def test_where_a_kvd_is_asked() -> None:
         ("unix:/" + "a" * 107, "longer than 107 bytes"),
         ("https://kvd:8092", "must begin with http:"),
         ("http://kvd:8092/select", "have no path"),
-        ("kvd:8092", "not of http:"),
+        ("kvd:8092", "not of http: or https:, expected http://HOST:PORT or unix:/PATH$"),
     ],
 )
 def test_where_no_kvd_is_asked(url: str, fault: str) -> None:
