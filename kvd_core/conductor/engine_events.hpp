@@ -69,7 +69,7 @@ class EngineEvents {
   Progress apply(const uint8_t* payload, size_t size, uint32_t steps) {
     flaw_ = kReasons;
     std::fill(std::begin(bad_), std::end(bad_), 0);
-    batch_.begin(payload, size, scratch_);
+    batch_.begin(payload, size);
     return advance(steps);
   }
 
@@ -317,7 +317,6 @@ class EngineEvents {
   std::string lora_name_;
   std::string salt_;
   std::map<std::string, LayerId, std::less<>> layers_;  // by the medium's spelling
-  Scratch scratch_;
   std::vector<LayerId> groups_;
   SlicedBatch<EngineEvents> batch_;
   uint32_t bad_[kReasons] = {};

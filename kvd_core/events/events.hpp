@@ -28,6 +28,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -304,6 +305,36 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
   return batch.result;
 }
 
+namespace decoding {
+
+// What a batch needs while it is read and applied.
+class BatchState {
+ public:
+  // The state that the last batch of this thread has left, with its memory, or a new one. So streams
+  // at rest, of which a fleet has thousands, hold none.
+  static std::unique_ptr<BatchState> take() {
+    return spare_ ? std::move(spare_) : std::make_unique<BatchState>();
+  }
+
+  // Takes back the state of a batch that is over.
+  static void give(std::unique_ptr<BatchState> state) {
+    state->reader.reset();
+    spare_ = std::move(state);
+  }
+
+  Scratch scratch;
+  std::optional<BatchReader> reader;
+  size_t next = 0;       // position in `Scratch::order`
+  uint32_t at = 0;       // position in that event's hashes
+  bool reading = false;  // the next portion is being read
+  bool begun = false;    // the first portion has been read
+
+ private:
+  static inline thread_local std::unique_ptr<BatchState> spare_;
+};
+
+}  // namespace decoding
+
 // Decodes and applies a payload in slices. The sink has
 //   begin(bool has_rank, uint32_t rank)   as above
 //   resume()                              before each further slice, as other batches may have been
@@ -317,83 +348,84 @@ BatchResult decode_batch(const uint8_t* payload, size_t size, Scratch& scratch, 
 //   bad(Reason, count)                    last
 template <class Sink>
 class SlicedBatch {
+  using State = decoding::BatchState;
+
  public:
   // Begins with a payload, which has to stay in place until the batch is over. Drops an unfinished
   // batch.
-  void begin(const uint8_t* payload, size_t size, Scratch& scratch) {
-    reader_.emplace(payload, size, scratch);
-    scratch_ = &scratch;
-    reading_ = true;
-    begun_ = false;
+  void begin(const uint8_t* payload, size_t size) {
+    drop();
+    state_ = State::take();
+    state_->reader.emplace(payload, size, state_->scratch);
+    state_->reading = true;
+    state_->begun = false;
   }
 
-  void drop() { reader_.reset(); }
-  bool under_way() const { return reader_.has_value(); }
+  void drop() { state_.reset(); }
+  bool under_way() const { return state_ != nullptr; }
+
+  // The memory of the batch under way.
+  Scratch& scratch() { return state_->scratch; }
 
   // Once the batch is over: whether it was refused as a whole.
   bool refused() const { return refused_; }
 
   // Continues, at least a little; false when the batch is over.
   bool advance(Sink& sink, Steps& steps) {
-    if (begun_) sink.resume();
+    if (state_->begun) sink.resume();
     for (;;) {
-      if (reading_ && !read(sink, steps)) return true;
-      while (sink.resolve_waiting(steps) && next_ != scratch_->order.size()) {
+      if (state_->reading && !read(sink, steps)) return true;
+      while (sink.resolve_waiting(steps) && state_->next != state_->scratch.order.size()) {
         if (!steps.left()) return true;
-        apply_some(sink, scratch_->order[next_], steps);
+        apply_some(sink, state_->scratch.order[state_->next], steps);
       }
-      if (next_ != scratch_->order.size() || !sink.resolve_waiting(steps)) return true;
-      scratch_->order.clear();
-      next_ = 0;
-      if (!scratch_->give_back(steps)) return true;
-      if (reader_->done) break;
-      reading_ = true;
+      if (state_->next != state_->scratch.order.size() || !sink.resolve_waiting(steps)) return true;
+      state_->scratch.order.clear();
+      state_->next = 0;
+      if (!state_->scratch.give_back(steps)) return true;
+      if (state_->reader->done) break;
+      state_->reading = true;
       if (!steps.left()) return true;
     }
     for (size_t reason = 0; reason < kReasons; ++reason) {
-      if (const uint32_t n = reader_->bad(reason)) sink.bad(static_cast<Reason>(reason), n);
+      if (const uint32_t n = state_->reader->bad(reason)) sink.bad(static_cast<Reason>(reason), n);
     }
-    reader_.reset();
+    State::give(std::move(state_));
     return false;
   }
 
  private:
   // Reads the next portion; false when the steps are used up before it is complete.
   bool read(Sink& sink, Steps& steps) {
-    if (!reader_->read(steps)) return false;
-    reading_ = false;
-    next_ = at_ = 0;
-    if (begun_) return true;
-    begun_ = true;
-    refused_ = !reader_->has_events;
-    if (!refused_) sink.begin(reader_->has_rank, reader_->rank);
+    if (!state_->reader->read(steps)) return false;
+    state_->reading = false;
+    state_->next = state_->at = 0;
+    if (state_->begun) return true;
+    state_->begun = true;
+    refused_ = !state_->reader->has_events;
+    if (!refused_) sink.begin(state_->reader->has_rank, state_->reader->rank);
     return true;
   }
 
   void apply_some(Sink& sink, const decoding::Pending& item, Steps& steps) {
     if (item.type == decoding::Type::STORED) {
-      decoding::PendingStored& pending = scratch_->stored[item.index];
-      if (at_ == 0) decoding::point_into(*scratch_, pending);
-      at_ = sink.stored(static_cast<const StoredEvent&>(pending.event), at_, steps);
-      if (at_ < pending.event.n_hashes) return;
+      decoding::PendingStored& pending = state_->scratch.stored[item.index];
+      if (state_->at == 0) decoding::point_into(state_->scratch, pending);
+      state_->at = sink.stored(static_cast<const StoredEvent&>(pending.event), state_->at, steps);
+      if (state_->at < pending.event.n_hashes) return;
     } else if (item.type == decoding::Type::REMOVED) {
-      decoding::PendingRemoved& pending = scratch_->removed[item.index];
-      decoding::point_into(*scratch_, pending);
-      at_ = sink.removed(static_cast<const RemovedEvent&>(pending.event), at_, steps);
-      if (at_ < pending.event.n_hashes) return;
+      decoding::PendingRemoved& pending = state_->scratch.removed[item.index];
+      decoding::point_into(state_->scratch, pending);
+      state_->at = sink.removed(static_cast<const RemovedEvent&>(pending.event), state_->at, steps);
+      if (state_->at < pending.event.n_hashes) return;
     } else {
-      sink.cleared(static_cast<const ClearedEvent&>(scratch_->cleared[item.index]), steps);
+      sink.cleared(static_cast<const ClearedEvent&>(state_->scratch.cleared[item.index]), steps);
     }
-    ++next_;
-    at_ = 0;
+    ++state_->next;
+    state_->at = 0;
   }
 
-  std::optional<decoding::BatchReader> reader_;
-  Scratch* scratch_ = nullptr;
-  size_t next_ = 0;  // position in `Scratch::order`
-  uint32_t at_ = 0;  // position in that event's hashes
-  bool reading_ = false;
-  bool begun_ = false;  // the first portion has been read
+  std::unique_ptr<State> state_;  // of the batch under way
   bool refused_ = false;
 };
 

@@ -7,7 +7,8 @@
 //
 // Invariants
 //  1. Events refer to the vectors by offset while these grow, by pointer when they are emitted.
-//  2. All vectors keep their capacity up to kScratchKeepBytes, so the steady state allocates none.
+//  2. All vectors keep their capacity up to kScratchKeepBytes for the next batch of the thread, so
+//     the steady state allocates none.
 //  3. Claimed lengths allocate nothing: a byte of payload takes at most eleven bytes here (the
 //     shortest stored event has 16 and takes 168), besides the vectors' own doubling.
 #pragma once
@@ -23,8 +24,8 @@
 
 namespace kvd {
 
-// Largest vector that is kept after a batch, so that long batches do not stay resident in every
-// stream, of which a fleet has thousands: more than the largest recorded batch needs.
+// Largest vector that is kept after a batch, so that long batches do not stay resident: more than
+// the largest recorded batch needs.
 constexpr size_t kScratchKeepBytes = size_t{64} << 10;
 
 namespace decoding {
@@ -80,6 +81,9 @@ struct Scratch {
   std::vector<PendingRemoved> removed;
   std::vector<ClearedEvent> cleared;
   std::vector<Pending> order;
+  // Local hashes of the part of an event that is being stored, and its local hashes by the seed of
+  // sequence hashes where that differs.
+  std::vector<uint64_t> locals, plain;
   size_t given_back = 0;  // bytes of the vector that is being freed
 
   // Makes room for a long list at once, where growing step by step would copy what is there again
@@ -121,7 +125,7 @@ struct Scratch {
   template <class Visit>
   void each(Visit visit) {
     visit(hashes), visit(tokens), visit(mm_begin), visit(mm), visit(remaining);
-    visit(stored), visit(removed), visit(cleared), visit(order);
+    visit(stored), visit(removed), visit(cleared), visit(order), visit(locals), visit(plain);
   }
 };
 

@@ -77,7 +77,7 @@ class Stream {
     flaw_ = kReasons;
     batch_.drop();
     if (size == 0) return outcome_;  // a heartbeat or barrier: its number is all that it says
-    batch_.begin(payload, size, scratch_);
+    batch_.begin(payload, size);
     return advance(steps);
   }
 
@@ -145,9 +145,9 @@ class Stream {
   // Whether a batch names, as parents or as removed, blocks that it has not stored itself but that
   // the index has from a dump. A new engine process begins with no such batch.
   bool names_restored(const uint8_t* payload, size_t size) {
-    batch_.drop();  // the decoder below uses the same scratch
+    Scratch scratch;
     NamesRestored sink{*this};
-    decode_batch(payload, size, scratch_, sink);
+    decode_batch(payload, size, scratch, sink);
     return sink.found;
   }
 
@@ -422,8 +422,9 @@ class Stream {
     const uint64_t inherited = prompt_term(e, has_parent, parent);
     const uint64_t seed = local_hash_seed(e.lora_name, {}) + inherited;
     const uint32_t* content = e.tokens + from * size;
-    hash_blocks(e, content, from, n, seed, locals_);
-    Store run{e.hashes + from, locals_.data(), static_cast<uint32_t>(n), has_parent, parent,
+    std::vector<uint64_t>& locals = batch_.scratch().locals;
+    hash_blocks(e, content, from, n, seed, locals);
+    Store run{e.hashes + from, locals.data(), static_cast<uint32_t>(n), has_parent, parent,
               layer,           inherited};
     run.origin = e.origin;
     if (index_.sequences() != nullptr) add_plain(e, content, from, n, seed, run);
@@ -437,8 +438,9 @@ class Stream {
                  uint64_t seed, Store& run) {
     const uint64_t own = index_.sequences()->seed();
     if (seed == kBaseSeed && own == kBaseSeed) return;
-    hash_blocks(e, content, from, n, own, plain_);
-    run.plain = plain_.data();
+    std::vector<uint64_t>& plain = batch_.scratch().plain;
+    hash_blocks(e, content, from, n, own, plain);
+    run.plain = plain.data();
     run.space = seed - kBaseSeed;
   }
 
@@ -486,9 +488,6 @@ class Stream {
   std::array<uint64_t, kIgnored> ignored_{};
   bool stores_ = false;  // stores of this engine process have had an effect
   uint64_t other_block_size_ = 0;
-  Scratch scratch_;
-  std::vector<uint64_t> locals_;
-  std::vector<uint64_t> plain_;  // local hashes by the seed of sequence hashes, where it differs
   SlicedBatch<Stream> batch_;
   uint32_t speaks_for_ = 0;  // the dp rank of the batch
   RankId rank_ = kNone;      // its rank in the index

@@ -14,11 +14,13 @@ from kvd_core.index.prefix_index import (
     CLEARED,
     FLAWED,
     NEW_RANK,
+    UNFINISHED,
     IngestStats,
     PrefixIndex,
 )
 from kvd_core.json.scan import BodyScanner
-from tests.support.dumps import dump_json, event, read
+from tests.support.applying import apply_whole
+from tests.support.dumps import dump_json, event, read, rows, text_of
 
 BLOCK = 4
 ALL_CLEARED = {"type": "AllBlocksCleared"}
@@ -111,6 +113,20 @@ def test_a_batch_goes_on_with_what_it_has_not_told() -> None:
     assert not stream.names_restored(batch(stored(4, 4, parent_block_hash=9)))
     assert not stream.names_restored(b"x")
     assert stream.restored()
+
+
+def test_batches_of_two_streams_are_applied_in_turns() -> None:
+    batches = [batch(*(stored(n, n) for n in numbers)) for numbers in (range(3000), range(5000))]
+    whole, sliced = Worker(), Worker()
+    for stream, payload in zip(whole.streams, batches, strict=True):
+        apply_whole(stream, payload)
+    for stream, payload in zip(sliced.streams, batches, strict=True):
+        stream.slice_steps = 100
+        assert stream.apply(payload) == UNFINISHED
+    left = sliced.streams
+    while left:
+        left = [stream for stream in left if stream.advance() == UNFINISHED]
+    assert rows(text_of(sliced.index)) == rows(text_of(whole.index))
 
 
 def test_clear_drops_the_ranks_a_stream_has_spoken_for() -> None:
