@@ -189,6 +189,8 @@ cdef class Cause:
 
 
 cdef class _Steps:
+    """The awaitable and its iterator: as a generator it would take six times the memory."""
+
     cdef int _number
     cdef object _coroutine
 
@@ -197,20 +199,30 @@ cdef class _Steps:
         self._coroutine = coroutine
 
     def __await__(self):
-        send, value = self._coroutine.send, None
-        while True:
-            enter(self._number)
-            try:
-                trap = send(value)
-            except StopIteration as end:
-                return end.value
-            finally:
-                leave()
-            value = None  # while it waits, an exception would keep all its frames alive
-            try:
-                value, send = (yield trap), self._coroutine.send
-            except BaseException as error:  # thrown in by trio, for the coroutine to see
-                value, send = error, self._coroutine.throw
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.send(None)
+
+    def send(self, value):
+        enter(self._number)
+        try:
+            return self._coroutine.send(value)
+        finally:
+            leave()
+
+    def throw(self, *exception):
+        enter(self._number)
+        try:
+            return self._coroutine.throw(*exception)
+        finally:
+            leave()
+
+    def close(self):
+        self._coroutine.close()
 
 
 OTHER = Cause(kOther, "other")
