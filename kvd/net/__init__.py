@@ -5,7 +5,8 @@ listener, listeners          reads one rank's events while it is registered; the
 sessions, link, backlog      keep a subscription alive, one link after another; the interface of
                              a link; received messages that wait to be applied
 zmtp_link, zmq_link          the link where kvd speaks ZMTP itself; the link through libzmq
-arrivals, streams            one epoll set for all ZMTP links; sockets for resolved addresses
+arrivals, heartbeats         one epoll set for all ZMTP links; one task that pings silent engines
+streams                      sockets for resolved addresses
 replay, turns                fetches missing batches from an engine's replay server; shares the
                              loop's time among listeners
 dialing, probing             resolves names into permitted addresses; finds out why an engine

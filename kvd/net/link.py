@@ -8,7 +8,7 @@ A reader uses both kinds of link in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,11 +78,39 @@ def nothing() -> bool:
     return False
 
 
+class Runs:
+    """Functions that run at once in a nursery, until one of them says why that has to end."""
+
+    __slots__ = ("_nursery", "why")
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self.why = ""
+
+    def start(self, run: Callable[[], Awaitable[str]]) -> None:
+        """Runs a function that returns the reason, or "" if the others go on; not after an end."""
+        if not self.why:
+            self._nursery.start_soon(self._run, run)
+
+    def end(self, why: str) -> None:
+        """Cancels all functions; the first reason counts."""
+        self.why = self.why or why
+        self._nursery.cancel_scope.cancel()
+
+    async def _run(self, run: Callable[[], Awaitable[str]]) -> None:
+        if why := await run():
+            self.end(why)
+
+
 class Link(Protocol):
     """A link to a publisher, which connects again and again until it can no longer be used."""
 
-    async def watch(self) -> str:
-        """Keeps the link connected and its owner informed; returns why it became unusable."""
+    def start(self, runs: Runs) -> None:
+        """Begins to connect; called once.
+
+        What has to be awaited, now and later, to keep the link connected and its owner informed
+        runs in `runs`. It returns why the link has become unusable, or "" if it has not.
+        """
 
     async def wait(self, serve: Callable[[], bool] = nothing) -> None:
         """Returns when a message may have come, or a new connection was made.
@@ -111,4 +139,4 @@ class Link(Protocol):
         """Unsubscribes and disconnects; returns once the publisher can have noticed it."""
 
     def give_up(self, why: str) -> None:
-        """Makes `watch` return, with that reason."""
+        """Makes the link unusable, for that reason."""

@@ -5,14 +5,13 @@ Two nested loops run in the task that calls `LinkSessions.run`:
     run            the subscription: one link after another, with a growing pause between two
       _session     one link, until the publisher breaks the protocol or the reader gives up; the
                    messages that had arrived by then are still read
-        watch      the link's connection, made again whenever it is lost
         receive    its messages, taken by the reader
+        Runs       what the link has to await, as to connect again whenever it is disconnected
         moved      the lookup of its host name, if any, repeated while the connection stays lost
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -20,6 +19,7 @@ import trio
 import zmq
 
 from kvd.net.dialing import Unreachable, is_named
+from kvd.net.link import Runs
 from kvd.net.streams import has_streams
 from kvd.net.zmq_link import ZmqLink
 from kvd.net.zmtp_link import ZmtpLink
@@ -108,10 +108,14 @@ class LinkSessions:
         self._dialer.watch(link, address)
         try:
             linked.connecting()
-            moved = [partial(self._moved, address)] if is_named(linked.endpoint) else []
-            why = await _first(partial(self._reader.receive, link), link.watch, *moved)
+            async with trio.open_nursery() as nursery:
+                runs = Runs(nursery)
+                link.start(runs)
+                if is_named(linked.endpoint):
+                    runs.start(partial(self._moved, address))
+                runs.end(await self._reader.receive(link))
             await self._reader.receive_rest(link)
-            return why
+            return runs.why
         finally:
             self._dialer.leave(link)
             await link.aclose()
@@ -128,24 +132,3 @@ class LinkSessions:
     async def _moved(self, address: str) -> str:
         linked = self._linked
         return await self._dialer.moved(linked.endpoint, address, lambda: linked.connected)
-
-
-async def _first(here: Callable[[], Awaitable[str]], *runs: Callable[[], Awaitable[str]]) -> str:
-    """Runs all functions at once; returns what the first to end returns, and cancels the others.
-
-    `here` runs in the calling task, since a task of its own would cost each rank 1.3 KB.
-    """
-    answers: list[str] = []
-    async with trio.open_nursery() as nursery:
-        for one in runs:
-            nursery.start_soon(_answer, one, answers, nursery.cancel_scope)
-        answers.append(await here())
-        nursery.cancel_scope.cancel()
-    return answers[0]
-
-
-async def _answer(
-    run: Callable[[], Awaitable[str]], answers: list[str], others: trio.CancelScope
-) -> None:
-    answers.append(await run())
-    others.cancel()

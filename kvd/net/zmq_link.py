@@ -31,7 +31,7 @@ from kvd.wire.endpoints import is_ipv6
 from kvd_core.zmq.drain import Inbox, InboxSpace, fill, fill_frames
 
 if TYPE_CHECKING:
-    from kvd.net.link import Linked, LinkOptions
+    from kvd.net.link import Linked, LinkOptions, Runs
     from kvd.net.streamlog import StreamLog
     from kvd.net.zsocket import Context
 
@@ -134,7 +134,11 @@ class ZmqLink:
     async def aclose(self) -> None:
         await self._opened.aclose()
 
-    async def watch(self) -> str:
+    def start(self, runs: Runs) -> None:
+        """Begins to report connection changes to the owner."""
+        runs.start(self._watch)
+
+    async def _watch(self) -> str:
         """Reports connection changes to the owner; returns why the link can no longer be used.
 
         It returns once libzmq has stopped connecting, or the link has been given up.
@@ -167,7 +171,7 @@ class ZmqLink:
         return fill_frames(inbox, self.sub.socket.underlying, most, max_messages, budget_ns)
 
     def give_up(self, why: str) -> None:
-        """Ends `watch`, with that reason."""
+        """Makes the link unusable, for that reason."""
         self._given_up = why
         self._patience.cancel()
 

@@ -1,15 +1,15 @@
 """A subscription for which kvd speaks ZMTP itself: without security, over TCP or a Unix socket.
 
-    watch  ── connect ── handshake ── joined; PING after silence ── lost ── pause ──┐
-       ^                                                                            │
-       └────────────────────────────────────────────────────────────────────────────┘
-    owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear: reports an end that `fill` has found
+    _connect ── connect ── handshake ── joined; ends        pause ── _connect
+                                          │                   ^
+    owner  ── wait ── fill (kvd_core.zmq.subscriber) ── hear ─┤ an end that `fill` has found
+    kvd.net.heartbeats ── PING after silence ── no answer ────┘
 
 There is one connection at a time, and only reading its messages reveals its end. So all messages
 of a connection are read before its end is reported, and the next one is made only then.
 
-A fleet has thousands of links, nearly all of them at rest. So what a resting link keeps is small: a
-coroutine that waits takes some 250 bytes, a cancel scope 700.
+A fleet has thousands of links, nearly all of them at rest. So what a resting link keeps is small,
+and it has no task: a task and its coroutines take 1.5 KB, a cancel scope 0.7.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import math
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from kvd.net.arrivals import arrivals
+from kvd.net.heartbeats import heartbeats
 from kvd.net.link import nothing, report_lost
 from kvd.net.streams import stream_socket, tune
 from kvd_core.zmq.subscriber import LOST, NO_HANDSHAKE, Subscriber
 
 if TYPE_CHECKING:
     from kvd.net.arrivals import Serve
-    from kvd.net.link import Linked, LinkOptions
+    from kvd.net.link import Linked, LinkOptions, Runs
     from kvd.net.streamlog import StreamLog
     from kvd_core.zmq.drain import Inbox
 
@@ -41,11 +43,16 @@ class ZmtpLink:
     __slots__ = (
         "_address",
         "_arrivals",
+        "_asked_at",
+        "_check",
         "_given_up",
+        "_heartbeats",
         "_linked",
         "_log",
         "_options",
         "_patience",
+        "_reads",
+        "_runs",
         "_subscriber",
         "_topics",
         "_unjoined",
@@ -60,39 +67,48 @@ class ZmtpLink:
         topics: tuple[bytes, ...] = (b"",),
     ) -> None:
         self._arrivals = arrivals()
+        self._heartbeats = heartbeats()
         self._linked = linked
         self._address = address
         self._log = log
         self._options = options
         self._topics = topics
         self._subscriber: Subscriber | None = None  # the connection, once its handshake is done
+        self._check = 0  # number of the connection's check for silence
+        self._reads = 0  # of the connection, at the last check
+        self._asked_at = 0.0  # when it was pinged for its present silence; 0: it was not
         self._given_up = ""
-        self._patience = trio.CancelScope()  # around the wait that `watch` is in
+        self._patience = trio.CancelScope()  # around the wait that `_connect` is in
         self._unjoined: trio.lowlevel.Task | None = None  # waits while there is no connection
 
-    async def watch(self) -> str:
-        """Keeps connected and informs the owner; returns why the link can no longer be used."""
+    def start(self, runs: Runs) -> None:
+        """Begins to connect; a connection that is lost is made again in `runs`."""
+        self._runs = runs
+        runs.start(self._connect)
+
+    async def _connect(self, fault: str = "") -> str:
+        """Connects and informs the owner; pauses before, if a connection has ended with `fault`.
+
+        Returns "" once there is a connection, or why the link can no longer be used.
+        """
         options, endpoint = self._options, self._linked.endpoint
         pause_s = options.reconnect_s
-        while not self._given_up:
-            fault = LOST
+        while not self._given_up and fault in ("", LOST, NO_HANDSHAKE):
+            if fault:
+                with self._within(pause_s):
+                    await trio.sleep_forever()
+                await self._arrivals.take_turn()
+                pause_s = min(2 * pause_s, options.reconnect_max_s)
             try:
-                subscriber = await self._connect()
+                subscriber = await self._dial()
             except OSError as error:
                 why = os.strerror(error.errno or errno.EINVAL)
                 return f"failed to connect ZMQ SUB socket to {endpoint}: {why}"
+            fault = LOST
             if subscriber is not None and not (fault := await self._shake(subscriber)):
-                pause_s = options.reconnect_s
                 self._join(subscriber)
-                await self._outlast_silence(subscriber)
-                fault = subscriber.fault or LOST
-            if fault not in (LOST, NO_HANDSHAKE):
-                return f"{self._given_up or fault}: {endpoint}"
-            with self._within(pause_s):
-                await trio.sleep_forever()
-            await self._arrivals.take_turn()
-            pause_s = min(2 * pause_s, options.reconnect_max_s)
-        return f"{self._given_up}: {endpoint}"
+                return ""
+        return f"{self._given_up or fault}: {endpoint}"
 
     def wait(self, serve: Serve = nothing) -> Coroutine[object, object, None]:
         """Calls `serve` when messages come, until it returns False or the connection changes."""
@@ -109,9 +125,12 @@ class ZmtpLink:
         return trio.lowlevel.Abort.SUCCEEDED
 
     def give_up(self, why: str) -> None:
-        """Ends `watch`, with that reason."""
+        """Makes the link unusable, for that reason."""
         self._given_up = why
-        self._patience.cancel()
+        if self._subscriber is None:
+            self._patience.cancel()
+        else:
+            self._runs.start(self._connect)  # which says so
 
     def fill(
         self, inbox: Inbox, refuse: Callable[[str], object], max_messages: int, budget_ns: int
@@ -139,19 +158,16 @@ class ZmtpLink:
         """Unsubscribes, so that the engine no longer counts this subscriber, and disconnects."""
         if self._subscriber is not None:
             self._subscriber.unsubscribe()
-            self._subscriber.close()
+            self._leave()
 
     def _within(self, seconds: float) -> trio.CancelScope:
-        """Returns a cancel scope that ends after `seconds`, or when the link is given up.
-
-        There is only one at a time, as each costs a rank 0.7 KB.
-        """
+        """Returns a cancel scope that ends after `seconds`, or when the link is given up."""
         self._patience = trio.CancelScope(deadline=trio.current_time() + seconds)
         if self._given_up:
             self._patience.cancel()
         return self._patience
 
-    async def _connect(self) -> Subscriber | None:
+    async def _dial(self) -> Subscriber | None:
         """Connects; returns None if the engine is away, raises OSError if it cannot be tried."""
         options = self._options
         sock, address = stream_socket(self._address)
@@ -184,44 +200,60 @@ class ZmtpLink:
     def _join(self, subscriber: Subscriber) -> None:
         """Reports the connection as made."""
         self._subscriber = subscriber
+        if subscriber.answers_pings:
+            self._reads, self._asked_at = subscriber.reads, 0.0
+            when = trio.current_time() + self._options.heartbeat_s
+            self._check = self._heartbeats.add(self._check_silence, when)
         self._linked.joined()
         if self._unjoined is not None:
             unjoined, self._unjoined = self._unjoined, None
             trio.lowlevel.reschedule(unjoined)
         self._log.info("stream_joined", endpoint=self._linked.endpoint)
 
-    async def _outlast_silence(self, subscriber: Subscriber) -> None:
-        """Returns when the connection has ended or the link was given up.
+    def _check_silence(self, now: float) -> float:
+        """Pings an engine that is silent, and ends the connection if there is no answer in time.
 
-        Pings an engine that is silent, and ends the connection if there is no answer in time.
+        Returns when to check again.
         """
+        try:
+            return now + self._outlast_silence(now)
+        except Exception as error:  # a bug, which costs this link alone
+            self._runs.start(partial(_fail, error))
+            return math.inf
+
+    def _outlast_silence(self, now: float) -> float:
+        """Does that; returns the time until the next check in seconds."""
+        subscriber = self._subscriber
+        assert subscriber is not None
         every_s, timeout_s = self._options.heartbeat_s, self._options.heartbeat_timeout_s
-        reads, asked_at = -1, 0.0
-        while self._subscriber is subscriber and not self._given_up:
-            pause_s = every_s
-            if not subscriber.answers_pings:
-                pause_s = math.inf
-            elif subscriber.reads != reads:
-                reads, asked_at = subscriber.reads, 0.0
-            elif not asked_at:
-                subscriber.ping()
-                asked_at = trio.current_time()
-                pause_s = min(every_s, timeout_s)
-            elif (left_s := asked_at + timeout_s - trio.current_time()) > 0:
-                pause_s = min(every_s, left_s)
-            elif not subscriber.has_unread:  # else an answer has come: this loop was late
-                self._end(LOST)
-                return
-            with self._within(pause_s):
-                await trio.sleep_forever()
+        if subscriber.reads != self._reads:
+            self._reads, self._asked_at = subscriber.reads, 0.0
+        elif not self._asked_at:
+            subscriber.ping()
+            self._asked_at = now
+            return min(every_s, timeout_s)
+        elif (left_s := self._asked_at + timeout_s - now) > 0:
+            return min(every_s, left_s)
+        elif not subscriber.has_unread:  # else an answer has come: this process was late
+            self._end(LOST)
+            return math.inf
+        return every_s
 
     def _end(self, why: str) -> None:
+        self._leave()
+        report_lost(self._linked, self._log, why)
+        self._runs.start(partial(self._connect, why))
+
+    def _leave(self) -> None:
         subscriber, self._subscriber = self._subscriber, None
         assert subscriber is not None
+        self._heartbeats.remove(self._check)
         self._arrivals.end(subscriber.fd)
         subscriber.close()
-        self._patience.cancel()
-        report_lost(self._linked, self._log, why)
+
+
+async def _fail(error: Exception) -> str:
+    raise error
 
 
 async def _handshake(subscriber: Subscriber) -> str:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 import zmq
 
 from kvd.net.turns import MAX_TURN_MESSAGES, ROUND_NS
+from kvd.wire.event_stream import EventStream
 from tests.support.descriptors import descriptors_now, open_descriptors
 from tests.support.listening import HASTY, Listening
 from tests.support.zmtp_fakes import (
@@ -130,6 +132,20 @@ async def test_before_the_gate_opens_messages_wait(publish: Publish, listen: Lis
     listening.ready.set()
     await until(lambda: len(listening.applied) == 3000)
     assert (listening.is_("active")(), listening.listener.stats.gaps) == (True, 0)
+
+
+async def test_a_connected_listener_has_one_task(publish: Publish, listen: Listen) -> None:
+    async def tasks() -> int:
+        await trio.testing.wait_all_tasks_blocked()
+        return trio.lowlevel.current_statistics().tasks_living
+
+    workers = [publish() for _ in range(4)]
+    counts = []
+    for worker in workers:
+        listening = listen(worker.endpoint)
+        await until(listening.is_("active"))
+        counts.append(await tasks())
+    assert counts == list(range(counts[0], counts[0] + len(workers)))
 
 
 async def test_listeners_do_not_mix(publish: Publish, listen: Listen) -> None:
@@ -272,6 +288,28 @@ async def test_a_bug_costs_its_batch_and_the_stream_says_so(
     worker.send(b"b")
     await until(lambda: listening.applied == [b"a", b"b"])
     assert any(record.exc_info for record in caplog.records)
+
+
+async def test_a_bug_in_the_check_for_silence_costs_the_connection(
+    monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery, publish: Publish, listen: Listen
+) -> None:
+    def lost_connection(stream: EventStream, why: str, now: float) -> None:
+        raise LookupError("a bug")
+
+    async def talk(stream: trio.SocketStream) -> None:
+        await shake_hands(stream, version=b"\3\1")  # it would answer a PING, if it were not frozen
+        async for _ in stream:
+            pass
+
+    monkeypatch.setattr(EventStream, "lost_connection", lost_connection)
+    fake: Fake = await nursery.start(serve_fake, talk)
+    frozen, worker = listen(fake.endpoint), publish()
+    fine = listen(worker.endpoint)
+    await worker.subscribed()
+    await until(lambda: frozen.listener.stats.crashes == 2)  # it has connected again
+    worker.send(b"a")
+    await until(lambda: fine.applied == [b"a"])
+    assert (fine.listener.stats.joins, fine.listener.stats.crashes) == (1, 0)
 
 
 async def test_a_bug_that_comes_again_and_again_leaves_other_listeners_alone(
