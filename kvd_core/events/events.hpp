@@ -49,7 +49,8 @@ constexpr size_t kMaxPayloadBytes = size_t{1} << 31;
 // blocks with tokens is applied as several events, since recognising a second copy needs all blocks
 // of an event together.
 constexpr uint32_t kBlocksAtOnce = 8192;
-constexpr uint32_t kHashesAtOnce = 512;  // hashes without tokens applied between two such checks
+// Hashes without tokens, or blocks below an unknown parent, applied between two such checks.
+constexpr uint32_t kHashesAtOnce = 512;
 // Costs in steps of 0.1 us.
 constexpr size_t kStepsABlock = 5;
 constexpr size_t kStepsAName = 8;

@@ -178,10 +178,11 @@ class Stream {
       steps.take(kStepsAName * (to - from));
       return store_names(e, target.layer, from, to, e.n_hashes) ? to : e.n_hashes;
     }
+    const bool waits = waits_for_parent(e, from);
+    const uint32_t most = waits ? kHashesAtOnce : kBlocksAtOnce;
     // A last part of one block would be a lone block below a parent, which means a second copy.
-    const uint32_t left = e.n_hashes - from,
-                   to = from + (left > kBlocksAtOnce + 1 ? kBlocksAtOnce : left);
-    steps.take(kStepsABlock * (to - from));
+    const uint32_t left = e.n_hashes - from, to = from + (left > most + 1 ? most : left);
+    steps.take((waits ? kStepsAName : kStepsABlock) * (to - from));
     const bool whole = store_blocks(e, target.layer, from, to);
     for (const Window& window : windows_of_all(e)) store_names(e, window.layer, from, to, to);
     return whole ? to : e.n_hashes;
@@ -398,6 +399,14 @@ class Stream {
     if (index_.store_named(rank_, e.hashes + from, to - from, layer, below, end - to, e.origin))
       return true;
     return no_room();
+  }
+
+  // Whether the blocks of an event from `from` on are parked, which takes longer, as their parent is
+  // unknown.
+  bool waits_for_parent(const StoredEvent& e, uint32_t from) const {
+    if (from == 0 && !e.has_parent) return false;
+    const uint64_t parent = from != 0 ? e.hashes[from - 1] : e.parent;
+    return index_.rank(rank_).names.find(parent, index_.keys()) == Names::kAbsent;
   }
 
   // Stores blocks [from, to) of an event, below the part before; false when there is no room.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -198,6 +199,19 @@ def test_a_long_event_of_a_worker_is_several_with_the_same_result() -> None:
         apply_whole(stream, engine_stored(list(LONG[:n]), PROMPT))
     assert index.stats()["copies"] == 0
     apply_whole(stream, engine_stored(list(range(7, 20_007)), PROMPT[:40_000], parent=5_000_000))
+    index.verify()
+
+
+def test_blocks_that_wait_for_a_parent_are_parked_in_slices() -> None:
+    index, stream = a_worker(slice_steps=1)
+    shown = stream.apply(engine_stored(list(LONG[:8192]), PROMPT[: 8192 * SIZE], parent=99_999))
+    parked = [0]
+    while shown == UNFINISHED:
+        parked.append(index.stats()["parked_now"])
+        shown = stream.advance()
+    parked.append(index.stats()["parked_now"])
+    assert (shown & FLAWED, parked[-1]) == (0, 8192)
+    assert max(after - before for before, after in pairwise(parked)) <= 512
     index.verify()
 
 
