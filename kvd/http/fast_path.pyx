@@ -651,6 +651,16 @@ def serve_row(list pollables not None, int64_t budget_ns, runnable not None):
     return done
 
 
+def serve_before(list pollables not None, int64_t budget_ns, runnable not None):
+    """Does what `serve_row` does between two passes of trio, before it polls."""
+    end_stretch()
+    begin_stretch()
+    try:
+        return serve_row(pollables, budget_ns, runnable)
+    finally:
+        end_stretch()
+
+
 cdef vector[pollfd] _watching(list pollables):
     cdef vector[pollfd] watched
     for pollable in pollables:

@@ -255,6 +255,20 @@ class Answering:
             others = self._others.fileno()
             return serve_between([self], others, [], BusyWait(), 60.0, linger_s, budget_ns)
 
+    async def pass_of_trio(self) -> None:
+        """Sends a message that no task waits for, while this task is runnable."""
+        row = polled_when_idle(self, Turn.REQUESTS, 10**9)
+        with self._one, self._other, self._others, row as between:
+            between.warm = True
+            self._one.send(b"x")
+            await trio.lowlevel.checkpoint()
+
+
+async def test_what_has_come_is_served_before_runnable_tasks_go_on() -> None:
+    answering = Answering(answers=0)
+    await answering.pass_of_trio()
+    assert answering.heard == 1
+
 
 def test_what_a_turn_has_asked_for_is_served_before_trio_wakes() -> None:
     answering = Answering(answers=1)

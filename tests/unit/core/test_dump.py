@@ -55,6 +55,15 @@ def test_a_run_is_one_event_however_long_it_is() -> None:
     assert rows(text_of(index, enough=1)) == expected
 
 
+@BOTH
+def test_a_piece_is_little_longer_than_what_is_enough(binary: bool) -> None:
+    index, (one,) = make(1)
+    one.store(0, [2**64 - 1 - at for at in range(LONG)], [2**64 - 1 - at for at in range(LONG)])
+    dump = index.dump(binary=binary)
+    while not dump.done:
+        assert len(dump.read(1024)) < 8 * 1024
+
+
 def test_a_fork_ends_the_run_above_it() -> None:
     index, (one, two) = make(1, 2)
     one.store(0, [1, 2, 3, 4], [1, 2, 3, 4])
