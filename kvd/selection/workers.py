@@ -90,14 +90,13 @@ class Workers:
         `only` (None: any), or if a schedulable worker would become unschedulable; BadRequest on an
         address that kvd may not connect to.
         """
-        self._admission.check_served(record)
-        self._admission.check_addresses(record)
+        await self._check(record)
         async with self._changing:
             known = self.entries.get(record.worker_id)
             is_other = known is not None and only is not None and known.record is not only
             if is_other or (new and known is not None):
                 raise Conflict(f"worker {record.worker_id} already registered")
-            entry = self._admission.judged(record)
+            entry = await self._judged(record)
             if known is not None and not known.reasons and entry.reasons:
                 raise Conflict(
                     f"worker {record.worker_id} would become unschedulable: "
@@ -107,6 +106,17 @@ class Workers:
             entry = await self._replace(known, entry)
             self._changed()
             return entry
+
+    async def _check(self, record: WorkerRecord) -> None:
+        self._admission.check_served(record)
+        await trio.lowlevel.checkpoint()  # reading thousands of endpoints has taken milliseconds
+        for _ in REQUESTS.each(self._admission.check_addresses(record)):
+            await trio.lowlevel.checkpoint()
+
+    async def _judged(self, record: WorkerRecord) -> CatalogEntry:
+        reasons = self._admission.reasons(record)
+        await trio.lowlevel.checkpoint()
+        return self._admission.judged(record, reasons)
 
     async def patch(
         self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]
@@ -118,9 +128,8 @@ class Workers:
         async with self._changing:
             known = self._entry(worker_id)
             record = change(known.record)
-            self._admission.check_served(record)
-            self._admission.check_addresses(record)
-            entry = await self._replace(known, self._admission.judged(record))
+            await self._check(record)
+            entry = await self._replace(known, await self._judged(record))
             self._changed()
             return entry
 
@@ -194,7 +203,7 @@ class Workers:
             known = self.entries.get(self._due.popleft())
             if known is None or not known.reasons:
                 continue
-            entry = self._admission.judged(known.record)
+            entry = self._admission.judged(known.record, self._admission.reasons(known.record))
             if not entry.reasons:
                 try:
                     for _ in self._join(entry.record, None):

@@ -15,12 +15,12 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.errors import Conflict, Invalid, KvdError, NotFound, Unavailable
+from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavailable
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.records import rows
 from kvd.faces.selection.workers import listed
 from kvd.model import PartitionKey, RankKey
-from kvd.selection.admission import CHECKED_AT_ONCE
+from kvd.selection.admission import CHECKED_AT_ONCE, ENDPOINTS_AT_ONCE
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.stats import SelectionOutcome, Unserved
@@ -163,6 +163,23 @@ async def test_many_ranks_are_listened_to_in_slices(nursery: trio.Nursery) -> No
     assert max(after - before for before, after in pairwise(heard)) <= 2 * LISTENED_SLICE
     assert len(service.listeners.running) == ranks
     service.check()
+
+
+async def test_many_endpoints_are_checked_in_slices(nursery: trio.Nursery) -> None:
+    service, ranks, passes = Service(), 4 * ENDPOINTS_AT_ONCE, 0
+
+    async def watch() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await trio.lowlevel.checkpoint()
+
+    nursery.start_soon(watch)
+    endpoints = dict.fromkeys(range(ranks), "tcp://10.0.0.1:5000") | {ranks - 1: "tcp://8.8.8.8:1"}
+    record = worker(data_parallel_size=ranks, kv_events_endpoints=endpoints)
+    with pytest.raises(BadRequest):
+        await service.selections.workers.put(record)
+    assert passes >= 3
 
 
 # ---- upsert
