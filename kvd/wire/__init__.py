@@ -1,10 +1,11 @@
 """Formats and meaning of messages from the network: no I/O, no clock, no logging.
 
-event_stream                 `EventStream`: one stream and its health; composed of these four:
+event_stream                 `EventStream`: one stream and its health; composed of the next four:
 stream_link                  the connection: its state, its status, its silence
 engine_identity              the check whether the engine is still the same
 applied_batches              the batches that were applied, and those that are lost for good
 catch_up                     the held batch, and the replay of the batches before it
+in_order                     the steps of a batch that is next, compiled
 cursor, losses, stream_stats
                              judges a batch by its number; permanent losses by rank and tier;
                              counters

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kvd.wire.cursor import Cursor
 from kvd.wire.engine_identity import EngineIdentity, IdentityEvent
+from kvd.wire.in_order import Applier
 from kvd.wire.losses import Losses
 from kvd.wire.position import StreamPosition
 from kvd.wire.stream_stats import StreamStats
@@ -74,11 +75,10 @@ class BatchSink(Protocol):
         """Returns why the index can use no event of the stream as registered, "" if it can."""
 
 
-class AppliedBatches:
+class AppliedBatches(Applier):
     """Tracks how far a stream has been applied, and which losses the index has for good."""
 
     __slots__ = (
-        "_apply",
         "_cleared_in_doubt",
         "_first",
         "_holes",
@@ -104,11 +104,11 @@ class AppliedBatches:
         first: int,
     ) -> None:
         self._stream = stream
-        self._apply = stream.apply
         self._identity = identity
         self._stats = stats
         self._first = first
         self.cursor = Cursor(expected)
+        super().__init__(self.cursor.recent, stream.apply)
         self.passed: int | None = None  # last number of the engine before the present one
         self.unfinished: int | None = None  # number of the batch that is not wholly applied yet
         self.last_flaw: tuple[int, str] | None = None  # the last batch not understood, and why
@@ -177,28 +177,19 @@ class AppliedBatches:
         expected = self.cursor.expected
         return range(expected or min(self._first, seq), seq)
 
-    def apply(self, seq: int, payload: bytes) -> bool:
-        """Applies the next batch, or one behind numbers that will not come any more.
-
-        Returns whether the batch is unfinished.
-        """
-        cursor = self.cursor
-        if seq != cursor.expected:
+    def come_to(self, seq: int, payload: bytes) -> None:
+        """Does what has to be done before a batch that is the first, or not the next."""
+        if seq != self.cursor.expected:
             self._lose_before(seq)
-        elif seq == 0:
+            self.cursor.skip_to(seq)
+        else:
             self._begin(payload)
-        cursor.accept(seq, payload)
-        shown = self._apply(payload)
-        if not shown:
-            return False
-        self._learn(seq, shown)
-        return self.unfinished is not None
 
     def advance(self) -> None:
         """Applies the next slice of the unfinished batch."""
         seq, self.unfinished = self.unfinished, None  # reset here, in case a bug raises below
         assert seq is not None
-        self._learn(seq, self._stream.advance())
+        self.learn(seq, self._stream.advance())
 
     def take_holes(self) -> str:
         """Returns the numbers that were lost since the last call, as a text."""
@@ -241,12 +232,11 @@ class AppliedBatches:
         """Drops blocks of the stream's ranks that are known only from a dump."""
         self._stats.superseded += self._stream.drop_restored()
 
-    def _learn(self, seq: int, shown: int) -> None:
+    def learn(self, seq: int, shown: int) -> bool:
+        """Notes what a batch, or a slice of it, has shown; returns whether it is unfinished."""
         if shown & UNFINISHED:
             self.unfinished = seq
-            return
-        if not shown:
-            return
+            return True
         rank = self._stream.rank()
         if shown & NEW_RANK and rank is not None:
             self._losses.hear(rank, self._stream.names_ranks())
@@ -258,6 +248,7 @@ class AppliedBatches:
             self._stats.flawed += 1
             self.last_flaw = seq, self._stream.flaw()
             self._lose_of(rank, f"batch {seq} could not be decoded")
+        return False
 
     def _clear(self, seq: int, rank: int, tiers: int) -> None:
         if self._losses and self._identity.is_unknown:

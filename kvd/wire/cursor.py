@@ -58,16 +58,21 @@ class Verdict(Enum):
 class Cursor:
     """The position in one engine's stream of batches."""
 
-    __slots__ = ("_doubt_below", "_recent", "_row", "_row_at", "brought", "expected")
+    __slots__ = ("_doubt_below", "_row", "_row_at", "brought", "recent")
 
     def __init__(self, expected: int = 0) -> None:
         """Begins at the number `expected`, where an earlier cursor left off; 0 begins anew."""
-        self.expected = expected
-        self._recent = Recent()
+        self.recent = Recent()
+        self.recent.expected = expected
         self._row = range(0)  # the numbers of the present row of "other" batches
         self._row_at = 0  # `expected` when they came
         self._doubt_below = expected + SIZE if expected else 0
         self.brought = range(0)  # numbers that a replay brought and that may still come live
+
+    @property
+    def expected(self) -> int:
+        """The number that should come next."""
+        return self.recent.expected
 
     def digests(self, below: int) -> bytes:
         """Returns the digests of the batches with numbers below `below`, for `take_over`.
@@ -75,16 +80,16 @@ class Cursor:
         `below` is `expected`, or one less.
         """
         if below == self.expected:
-            return self._recent.digests()
+            return self.recent.digests()
         before = Recent()
-        before.recall(self._recent.digests())
+        before.recall(self.recent.digests())
         before.skip(below, self.expected)
         return before.digests()
 
     def take_over(self, expected: int, digests: bytes) -> None:
         """Goes on where another process's cursor was; called before any batch is accepted here."""
-        self.expected = expected
-        self._recent.recall(digests)
+        self.recent.expected = expected
+        self.recent.recall(digests)
         self.rejoined()
 
     @property
@@ -111,14 +116,11 @@ class Cursor:
         decided = seq + 1 - self._row.start >= self._needed()
         return Verdict.RESTART if decided else Verdict.STALE
 
-    def accept(self, seq: int, payload: bytes) -> None:
-        """Moves behind `seq`: its batch counts as applied, and skipped numbers as lost."""
-        if seq != self.expected:
-            if self._in_doubt():  # numbers that never came do not shorten the doubt
-                self._doubt_below += seq - self.expected
-            self._recent.skip(self.expected, seq)
-        self.expected = seq + 1
-        self._recent.note(seq, payload)
+    def skip_to(self, seq: int) -> None:
+        """Counts the numbers before `seq` as lost; then `recent` is to note its batch."""
+        if self._in_doubt():  # numbers that never came do not shorten the doubt
+            self._doubt_below += seq - self.expected
+        self.recent.skip(self.expected, seq)
 
     def holds(self, seq: int, payload: bytes) -> bool:
         """Returns whether this very batch is among the last 128 accepted ones.
@@ -126,7 +128,7 @@ class Cursor:
         After a restart, these include batches of the previous engine until the new one's replace
         them.
         """
-        return self._recent.holds(seq, payload)
+        return self.recent.holds(seq, payload)
 
     def rejoined(self) -> None:
         """Notes that from some batch on, all come over a new connection.
@@ -139,13 +141,13 @@ class Cursor:
 
     def restart(self) -> None:
         """Begins anew, for another engine."""
-        self.expected = self._doubt_below = 0
+        self.recent.expected = self._doubt_below = 0
         self._row = self.brought = range(0)
 
     def _is_other(self, seq: int, payload: bytes) -> bool:
         if self.holds(seq, payload) or self._was_brought(seq):
             return False
-        late = seq >= self.expected - SIZE and self._recent.skipped(seq)
+        late = seq >= self.expected - SIZE and self.recent.skipped(seq)
         return self._in_doubt() or not late
 
     def _was_brought(self, seq: int) -> bool:

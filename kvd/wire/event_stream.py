@@ -9,7 +9,8 @@ work:
                  ├─ batches: AppliedBatches       the applied batches and the permanent losses
                  └─ catch_up: CatchUp             the held batch and its replay
 
-A batch that is next in the stream is applied at once; any other is held back for `catch_up`.
+A batch that is next in the stream is applied at once (`kvd.wire.in_order`); any other is held back
+for `catch_up`.
 Batches may name their publisher (`meet`): another publisher than before is another engine.
 
 A change of the connection takes its turn among the batches, since some of them were received before
@@ -35,12 +36,11 @@ from enum import Flag, StrEnum, auto
 from kvd.wire.applied_batches import AppliedBatches, BatchSink
 from kvd.wire.catch_up import CatchUp
 from kvd.wire.endpoints import Addresses
-from kvd.wire.engine_identity import EngineIdentity, IdentityCheck, IdentityEvent
+from kvd.wire.engine_identity import EngineIdentity, IdentityEvent
+from kvd.wire.in_order import Taker
 from kvd.wire.position import StreamPosition
 from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus, Quiet, StreamLink
 from kvd.wire.stream_stats import StreamStats
-
-NO_CHECK = IdentityCheck.NONE  # compared for every batch, and a global is found faster
 
 
 class StreamHealth(StrEnum):
@@ -61,7 +61,7 @@ class Change(Flag):
     MISSED = auto()  # batches were dropped, as the inbox had no room
 
 
-class EventStream:
+class EventStream(Taker):
     """One (worker, rank) stream: every batch that continues it goes to `stream`.
 
     `name` is for logs. If a worker registers again, `expected` is the number to continue from: its
@@ -114,6 +114,7 @@ class EventStream:
         self.link = StreamLink(self.stats, stale_after_s)
         self.identity = EngineIdentity()
         self.batches = AppliedBatches(stream, self.identity, self.stats, expected, first)
+        super().__init__(self.stats, self.batches, self.identity)
         self.cursor = self.batches.cursor
         self.catch_up = CatchUp(self.batches, self.identity, self.link, self.stats)
 
@@ -187,18 +188,9 @@ class EventStream:
 
     # ---- batches
 
-    def take(self, seq: int, payload: bytes) -> bool:
-        """Applies the next batch; holds any other batch back.
-
-        Returns True if the batch was held back or is unfinished, so that the task has work to do.
-        """
-        stats = self.stats
-        stats.messages += 1
-        stats.payload_bytes += len(payload)
-        if seq == self.cursor.expected and self.identity.check is NO_CHECK:
-            return self.batches.apply(seq, payload)
+    def hold(self, seq: int, payload: bytes) -> None:
+        """Holds a batch back: it is not next, or may be another engine's."""
         self.catch_up.hold(seq, payload)
-        return True
 
     def meet(self, publisher: bytes) -> None:
         """Notes the publisher of the messages that follow, b"" if they do not name any."""

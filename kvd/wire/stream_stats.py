@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
+from kvd.wire.in_order import Taken
+
 
 @dataclass(slots=True, eq=False)
-class StreamStats:
+class StreamStats(Taken):
     """The counters of one stream, or of several added up."""
 
-    messages: int = 0  # well-formed messages, stale ones included
-    payload_bytes: int = 0  # of these messages
     refused: int = 0  # malformed messages
     bad_frames: dict[str, int] = field(default_factory=dict)  # malformed messages, by reason
     dropped: int = 0  # messages that the inbox had no room for; they show as gaps
@@ -46,4 +46,5 @@ class StreamStats:
 
 
 _COUNTS = tuple(each.name for each in fields(StreamStats) if each.type == "int")
+_COUNTS += ("messages", "payload_bytes")
 _counts = attrgetter(*_COUNTS)

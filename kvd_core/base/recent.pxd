@@ -12,3 +12,5 @@ cdef extern from "base/recent.hpp" namespace "kvd" nogil:
 
 cdef class Recent:
     cdef CRecent c  # digests of batches by number, 8 bytes each
+    cdef public uint64_t expected
+    cpdef note(self, uint64_t number, bytes payload)

@@ -8,10 +8,15 @@ SIZE = kRecent
 
 
 cdef class Recent:
-    """Digests of the last SIZE batches; each number replaces the one SIZE numbers before it."""
+    """Digests of the last SIZE batches; each number replaces the one SIZE numbers before it.
 
-    def note(self, uint64_t number, bytes payload not None):
+    `expected` is the number behind the last one noted.
+    """
+
+    cpdef note(self, uint64_t number, bytes payload):
+        """Notes a batch; numbers since the last one have to be skipped before."""
         self.c.note(number, PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
+        self.expected = number + 1
 
     def skip(self, uint64_t first, uint64_t stop):
         """Notes that no batch has come for the numbers first .. stop - 1."""
