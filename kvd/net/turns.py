@@ -15,7 +15,7 @@ ROUND_NS = 2_000_000
 LEAST_NS = 200_000
 
 # Messages that one listener applies in a turn: small ones take 0.1 ms, the turn itself 8 µs.
-MAX_TURN_MESSAGES = 64
+MAX_TURN_MESSAGES = 128
 
 # Messages taken off a link in a turn: small ones take 0.5 ms. So many more than are applied in it
 # that messages which come faster than they are applied wait in the inbox, where they are counted.

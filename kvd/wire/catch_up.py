@@ -138,9 +138,10 @@ class CatchUp:
         An idle engine that is another one would have the previous one's blocks credited to it
         until its first batch.
         """
-        is_due = self._identity.check is IdentityCheck.DUE
+        if self._identity.check is not IdentityCheck.DUE:  # asked after each turn of messages
+            return False
         waits = self.held is not None or self._batches.unfinished is not None
-        return is_due and self._link.connected and not waits and self._cursor.last is not None
+        return self._link.connected and not waits and self._cursor.last is not None
 
     def ask(self) -> None:
         """Begins to ask an idle engine, by a replay from the last batch on; `end` ends that."""
