@@ -189,7 +189,8 @@ class AppliedBatches(Applier):
         """Applies the next slice of the unfinished batch."""
         seq, self.unfinished = self.unfinished, None  # reset here, in case a bug raises below
         assert seq is not None
-        self.learn(seq, self._stream.advance())
+        if shown := self._stream.advance():
+            self.learn(seq, shown)
 
     def take_holes(self) -> str:
         """Returns the numbers that were lost since the last call, as a text."""

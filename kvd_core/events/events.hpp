@@ -311,8 +311,8 @@ namespace decoding {
 // What a batch needs while it is read and applied.
 class BatchState {
  public:
-  // The state that the last batch of this thread has left, with its memory, or a new one. So streams
-  // at rest, of which a fleet has thousands, hold none.
+  // The state that the last batch of this thread has left, with its memory, or a new one. So
+  // streams at rest, of which a fleet has thousands, hold none.
   static std::unique_ptr<BatchState> take() {
     return spare_ ? std::move(spare_) : std::make_unique<BatchState>();
   }

@@ -401,8 +401,8 @@ class Stream {
     return no_room();
   }
 
-  // Whether the blocks of an event from `from` on are parked, which takes longer, as their parent is
-  // unknown.
+  // Whether the blocks of an event from `from` on are parked, which takes longer, as their parent
+  // is unknown.
   bool waits_for_parent(const StoredEvent& e, uint32_t from) const {
     if (from == 0 && !e.has_parent) return false;
     const uint64_t parent = from != 0 ? e.hashes[from - 1] : e.parent;

@@ -34,6 +34,9 @@ from tests.support.narrow import narrow_stream
 # expire first.
 PATIENT = HttpLimits(linger_s=0.1, graceful_s=0.5)
 SOON = 0.15  # seconds; the one deadline that a test shortens
+# For a head on a connection that has carried a request: handshakes have the same deadline, and a
+# client that has asked nothing when it expires gets no answer.
+HASTY = replace(PATIENT, head_s=SOON)
 PUBLIC = AccessPolicy(allowed_hosts=("kvd",))
 TEST_SECONDS = 60  # limit of a test; most take milliseconds on an idle machine
 BIG = b"x" * (16 * 1024 * 1024)  # more than a narrow stream can buffer

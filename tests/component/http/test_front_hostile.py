@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from dataclasses import replace
 
 import pytest
 import trio
@@ -16,7 +15,7 @@ from tests.support.budget import scaled
 from tests.support.descriptors import open_descriptors
 from tests.support.serving import (
     BIG,
-    PATIENT,
+    HASTY,
     SOON,
     TEST_SECONDS,
     Client,
@@ -27,7 +26,6 @@ from tests.support.serving import (
 
 pytestmark = pytest.mark.usefixtures("layers")
 
-HASTY = replace(PATIENT, head_s=SOON)  # for a head, after the handshake
 MUTATED = {"plain": scaled(240), "tls": scaled(36)}  # a handshake takes milliseconds
 
 GARBAGE = {

@@ -23,7 +23,7 @@ from kvd.http.messages import Request, Response
 from kvd.http.permits import MAX_TOKEN_BYTES, VERDICTS, PermitRules
 from kvd.http.routes import Route, Scope
 from kvd.platform.activation import PassedSockets
-from tests.support.serving import SOON, Running, serving
+from tests.support.serving import HASTY, SOON, Running, serving
 
 SECRET = b"0123456789abcdef"
 GATEWAY = Token("gateway", Scope.READ | Scope.LIFECYCLE, SECRET)
@@ -246,11 +246,17 @@ def test_loopback() -> None:
 # ---- slow and endless requests, with tokens
 
 
-async def test_slow_requests_are_ended_as_ever(tmp_path: Path) -> None:
-    async with serving(policy=HELD, head_s=SOON, body_s=SOON) as running:
-        async with running.client() as slow:
-            await slow.send(b"GET /describe HTTP/1.1\r\nauthorization: Bea")
-            assert (await slow.read_reply()).status == 408
+async def test_a_slow_head_is_refused_as_ever() -> None:
+    async with serving(policy=HELD) as running, running.client() as slow:
+        await slow.request("GET", "/describe", authorization=f"Bearer {SECRET.decode()}")
+        running.front.set_limits(HASTY)
+        await slow.send(b"GET /describe HTTP/1.1\r\nauthorization: Bea")
+        assert (await slow.read_reply()).status == 408
+        assert running.front.stats.head_timeouts == 1
+
+
+async def test_slow_bodies_are_refused_as_ever() -> None:
+    async with serving(policy=HELD, body_s=SOON) as running:
         for path in ("/query", "/app/query"):
             for token, status in ((SECRET, 408), (SECRET + b"x", 401), (b"", 401)):
                 async with running.client() as slow:
@@ -258,7 +264,6 @@ async def test_slow_requests_are_ended_as_ever(tmp_path: Path) -> None:
                     shown = b"authorization: Bearer %b\r\n" % token if token else b""
                     await slow.send(head + shown + b"\r\n{")
                     assert (await slow.read_reply()).status == status
-        assert running.front.stats.head_timeouts == 1
         assert running.front.stats.body_timeouts == 2
 
 
