@@ -81,16 +81,21 @@ def nothing() -> bool:
 class Runs:
     """Functions that run at once in a nursery, until one of them says why that has to end."""
 
-    __slots__ = ("_nursery", "why")
+    __slots__ = ("_closed", "_nursery", "why")
 
     def __init__(self, nursery: trio.Nursery) -> None:
+        self._closed = False
         self._nursery = nursery
         self.why = ""
 
     def start(self, run: Callable[[], Awaitable[str]]) -> None:
-        """Runs a function that returns the reason, or "" if the others go on; not after an end."""
-        if not self.why:
+        """Runs a function that returns the reason, or "" if the others go on; not after `close`."""
+        if not self._closed:
             self._nursery.start_soon(self._run, run)
+
+    def close(self) -> None:
+        """Starts none any more: the nursery, which may be cancelled from outside, is ending."""
+        self._closed = True
 
     def end(self, why: str) -> None:
         """Cancels all functions; the first reason counts."""

@@ -110,10 +110,13 @@ class LinkSessions:
             linked.connecting()
             async with trio.open_nursery() as nursery:
                 runs = Runs(nursery)
-                link.start(runs)
-                if is_named(linked.endpoint):
-                    runs.start(partial(self._moved, address))
-                runs.end(await self._reader.receive(link))
+                try:
+                    link.start(runs)
+                    if is_named(linked.endpoint):
+                        runs.start(partial(self._moved, address))
+                    runs.end(await self._reader.receive(link))
+                finally:
+                    runs.close()
             await self._reader.receive_rest(link)
             return runs.why
         finally:

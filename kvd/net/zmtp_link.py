@@ -107,7 +107,8 @@ class ZmtpLink:
             fault = LOST
             if subscriber is not None and not (fault := await self._shake(subscriber)):
                 self._join(subscriber)
-                return ""
+                if not self._given_up:  # as it may be in the pass of the loop that ends `_shake`
+                    return ""
         return f"{self._given_up or fault}: {endpoint}"
 
     def wait(self, serve: Serve = nothing) -> Coroutine[object, object, None]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 import zmq
 
-from kvd.net.dialing import Dialer, Unreachable
+from kvd.net.dialing import Dialer, Ends, Unreachable
 from kvd.net.fetch import FetchError, FetchLimits, fetch
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer
@@ -19,7 +20,15 @@ from kvd.net.turns import Turns
 from kvd.wire.egress import parse_networks
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.resolving import Names
-from tests.support.zmtp_fakes import Publisher, until
+from tests.support.zmtp_fakes import (
+    GREETING,
+    Fake,
+    Publisher,
+    read_exactly,
+    ready,
+    serve_fake,
+    until,
+)
 
 LIMITS = FetchLimits(connect_s=1, stall_s=1, total_s=2)
 METADATA = "169.254.169.254"
@@ -253,6 +262,77 @@ async def test_a_narrower_list_ends_connections(
         assert f"{what} is not in outgoing_allow" in (each.listener.link.last_error or "")
     dialer.outgoing.allow(parse_networks(["private"]))
     await until(lambda: listenings[1].listener.connected)
+
+
+class Refusing(Dialer, trio.abc.Instrument):
+    """Gives its links up once, when a task of that name is about to run."""
+
+    def __init__(self, task_name: str) -> None:
+        super().__init__()
+        self.wakings = 0  # of the task, until then; 0: never
+        self.bugs: list[Exception] = []
+        self._task_name = task_name
+        self._given: list[Ends] = []
+
+    def watch(self, link: Ends, endpoint: str) -> None:
+        super().watch(link, endpoint)
+        self._given.append(link)
+
+    def leave(self, link: Ends) -> None:
+        super().leave(link)
+        self._given.remove(link)
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if not self.wakings or not task.name.endswith(self._task_name):
+            return
+        self.wakings -= 1
+        for link in () if self.wakings else self._given:
+            try:
+                link.give_up("refused")
+            except Exception as bug:  # trio would only log it
+                self.bugs.append(bug)
+
+
+@pytest.mark.parametrize("wakings", [1, 2, 3])
+async def test_a_link_may_be_given_up_while_its_listener_ends(
+    publish: Callable[[], Publisher], context: zmq.Context, wakings: int
+) -> None:
+    dialer = Refusing("run_listener")
+    trio.lowlevel.add_instrument(dialer)
+    listening = Listening(publish().endpoint)
+    listening.ready.set()
+    replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(
+            run_listener, listening.listener, context, listening.ready, HASTY, replayer, Turns(),
+            dialer,
+        )  # fmt: skip
+        await until(lambda: listening.listener.connected)
+        dialer.wakings = wakings
+        nursery.cancel_scope.cancel()
+    assert dialer.bugs == []
+
+
+async def test_a_link_that_is_given_up_as_it_connects_does_not_stay(
+    listen: Listen, nursery: trio.Nursery
+) -> None:
+    dialer = Refusing("Runs._run")
+    trio.lowlevel.add_instrument(dialer)
+
+    async def talk(stream: trio.SocketStream) -> None:
+        await stream.send_all(GREETING)
+        await read_exactly(stream, len(GREETING) + 2)
+        await trio.testing.wait_all_tasks_blocked()
+        dialer.wakings = int(fake.connections == 1)
+        await stream.send_all(ready())
+        await trio.sleep_forever()
+
+    fake: Fake = await nursery.start(serve_fake, talk)
+    listening = listen(fake.endpoint, dialer=dialer)
+    await until(lambda: listening.listener.stats.failures or listening.listener.connected)
+    assert listening.listener.link.last_error == f"refused: {fake.endpoint}"
+    await until(lambda: listening.listener.connected)
+    assert fake.connections == 2
 
 
 async def test_replays_go_to_checked_addresses_only(
