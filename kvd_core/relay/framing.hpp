@@ -284,15 +284,18 @@ inline bool opens_chat(const char* event, size_t n) {
 }
 
 // Returns the end of the first event that says something at the start of a stream, or 0 while it is
-// not complete. Events of comments alone, with a name but no data, or that only open a chat do not
-// count.
+// not complete. Events of comments alone, or with a name but no data, do not count, and of those
+// that only open a chat one: some engines send the role, and no text, with each token of reasoning.
 inline size_t first_event(const char* data, size_t n) {
-  bool has_data = false;
+  bool has_data = false, opened = false;
   size_t line = 0, event = 0;
   for (size_t i = 0; i < n; ++i) {
     if (data[i] != '\n' && data[i] != '\r') continue;
     const bool empty = i == line;
-    if (empty && has_data && !opens_chat(data + event, i - event)) return i + 1;
+    if (empty && has_data) {
+      if (opened || !opens_chat(data + event, i - event)) return i + 1;
+      opened = true;
+    }
     if (!empty && n - line >= 5 && std::memcmp(data + line, "data:", 5) == 0) has_data = true;
     if (data[i] == '\r' && i + 1 < n && data[i + 1] == '\n') ++i;
     line = i + 1;

@@ -115,6 +115,17 @@ async def test_a_stream_is_held_until_its_first_event_with_data(step: int, openi
         assert dechunked(got.removeprefix(STREAM)) == b"".join(events)
 
 
+async def test_a_stream_that_names_the_role_with_each_token_begins_with_the_second() -> None:
+    """So some engines send their reasoning, beside an empty text."""
+    delta = b'data: {"choices":[{"delta":{"role":"assistant","content":"","reasoning":"%b"}}]}\n\n'
+    script = answering(STREAM + chunks(delta % b"a"), chunks(delta % b"b"))
+    async with relaying(script) as (exchanges, engine, _), client() as (fd, _):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            answer = await exchange.begins()
+            assert answer is not None
+            assert answer.held == delta % b"a" + delta % b"b"
+
+
 def dechunked(data: bytes) -> bytes:
     pieces, at = [], 0
     while True:
