@@ -243,6 +243,7 @@ class ViewHead:
             "position": str(self.position),
             "own": self.own,
             "ended": packed_dots(list(self.ended)),
+            "partial": False,  # earlier versions do not read a view that does not say so
             "served": self.served,
         }
         content: bytes = msgpack.packb(members)
@@ -253,8 +254,10 @@ class ViewHead:
         """Returns a view's head, None if its form is not known here; raises Unreadable."""
         with understanding("a view"):
             members = unpacked(content)
-            if members["v"] != FORM:
+            # The numbers of a partial view, which earlier versions write, count what it lacks.
+            if members["v"] != FORM or members.get("partial"):
                 return None
+            ended = read_dots(members["ended"]) if "ended" in members else ()
             return cls(
                 number_of(members["number"]),
                 number_of(members["pieces"]),
@@ -262,7 +265,7 @@ class ViewHead:
                 {str(writer): number_of(number) for writer, number in members["numbers"].items()},
                 Position.of(members["position"]),
                 number_of(members["own"]),
-                frozenset(dot for dot in read_dots(members["ended"]) if dot is not None),
+                frozenset(dot for dot in ended if dot is not None),
                 [(model, tenant) for model, tenant in members["served"]],
             )
 

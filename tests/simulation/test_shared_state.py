@@ -17,6 +17,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import msgpack
 import pytest
 import trio
 from trio.testing import MockClock
@@ -365,6 +366,16 @@ def merge_view(here: Replica, there: Replica, pieces: list[Piece], age_s: float)
     for piece in pieces:
         assert list(merge.take(piece, age_s)) == []
     assert list(merge.finish()) == []
+
+
+def test_views_of_earlier_versions_are_read_unless_they_are_partial() -> None:
+    """And earlier versions read what is written now."""
+    head = ViewHead(1, 0, 0, {"a": 3}, Position(5, 0), 3, ended=frozenset(), served=[])
+    members = msgpack.unpackb(head.packed())
+    assert members["partial"] is False
+    del members["ended"]
+    assert ViewHead.read(msgpack.packb(members)) == head
+    assert ViewHead.read(msgpack.packb(members | {"partial": True})) is None
 
 
 def test_who_is_registered_is_known_before_what_is_booked(monkeypatch: pytest.MonkeyPatch) -> None:
