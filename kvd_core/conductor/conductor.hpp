@@ -118,8 +118,9 @@ class Conductor final : public Placements {
 
   // ---- events (conductor/events.hpp)
 
-  // The caller then calls `resolve_waiting`.
-  StoreOutcome store(Source* source, RankId id, const StoredBlocks& e);
+  // Stores a run, or at most `most_parked` blocks of one whose parent is unknown: `e.n` becomes how
+  // many. The caller then calls `resolve_waiting`.
+  StoreOutcome store(Source* source, RankId id, StoredBlocks& e, uint32_t most_parked = kNone);
 
   // Stores blocks announced by hash alone, from `from` on until the steps are used up, at least
   // one. Returns the position reached, kNone when they are refused because the index is full. The
@@ -326,6 +327,12 @@ class Conductor final : public Placements {
 
   // ---- placing (conductor/events.hpp)
 
+  struct Parent {       // of a run
+    BlockId block;      // kNone: unknown
+    uint64_t space;     // of the run
+    uint64_t sequence;  // its sequence hash, if no name leads to it; 0 unknown
+  };
+  Parent parent_of(const Source& source, RankId id, const StoredBlocks& e);
   void hash_tokens(const StoredBlocks& e, uint64_t space);
   bool affords(RankId id, const Store& s, BlockId below);
   void put(RankId id, const Store& s, BlockId below);

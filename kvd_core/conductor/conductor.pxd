@@ -60,7 +60,7 @@ cdef extern from "conductor/conductor.hpp" namespace "kvd" nogil:
         void link(CInstance*, CWorker*) except +
         RankId holder(CSource*, uint32_t, cbool, uint32_t) except +
         LayerId medium(const string&, const string&) except +
-        CStoreOutcome store(CSource*, RankId, const CStoredBlocks&) except +
+        CStoreOutcome store(CSource*, RankId, CStoredBlocks&) except +
         uint32_t store_named(
             CSource*, RankId, const uint64_t*, uint32_t, uint32_t, LayerId, uint64_t, cbool, cbool,
             CSteps&

@@ -189,7 +189,8 @@ class EngineEvents {
     if (from < whole) {
       // A last part of one block would be a lone block below a parent, which means a second copy.
       to = whole - from > kBlocksAtOnce + 1 ? from + kBlocksAtOnce : whole;
-      if (!store(e, from, to, id, layer, adapter, steps)) return e.n_hashes;
+      to = store(e, from, to, id, layer, adapter, steps);
+      if (to == kNone) return e.n_hashes;
     }
     Steps all{kNone};
     for (const LayerId group : groups) store_names(id, e, group, from, to, all);
@@ -197,9 +198,10 @@ class EngineEvents {
     return to >= whole && groups.empty() ? e.n_hashes : to;
   }
 
-  // Stores blocks with their tokens; returns whether they were placed or parked.
-  bool store(const StoredEvent& e, uint32_t from, uint32_t to, RankId id, LayerId layer,
-             std::string_view adapter, Steps& steps) {
+  // Stores blocks with their tokens; returns the position reached, kNone when they were neither
+  // placed nor parked.
+  uint32_t store(const StoredEvent& e, uint32_t from, uint32_t to, RankId id, LayerId layer,
+                 std::string_view adapter, Steps& steps) {
     StoredBlocks stored{};
     stored.hashes = e.hashes + from;
     stored.n = to - from;
@@ -213,15 +215,15 @@ class EngineEvents {
     stored.by_engine = true;
     stored.mm_begin = e.mm_begin == nullptr ? nullptr : e.mm_begin + from;
     stored.mm = e.mm;
-    steps.take(kStepsABlock * stored.n);
-    const Conductor::StoreOutcome outcome = conductor_.store(source_, id, stored);
-    counters.parked += from == 0 && outcome == Conductor::StoreOutcome::PARKED;
+    const Conductor::StoreOutcome outcome = conductor_.store(source_, id, stored, kHashesAtOnce);
+    const bool waits = outcome == Conductor::StoreOutcome::PARKED;
+    steps.take((waits ? kStepsAName : kStepsABlock) * stored.n);
+    counters.parked += from == 0 && waits;
     counters.full += outcome == Conductor::StoreOutcome::FULL;
     counters.refused += outcome == Conductor::StoreOutcome::REFUSED;
-    const bool kept =
-        outcome == Conductor::StoreOutcome::PLACED || outcome == Conductor::StoreOutcome::PARKED;
+    const bool kept = waits || outcome == Conductor::StoreOutcome::PLACED;
     counters.stored += kept;
-    return kept;
+    return kept ? from + stored.n : kNone;
   }
 
   // Stores blocks by hash alone until the steps are used up; returns the position reached.

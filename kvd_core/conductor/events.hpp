@@ -30,13 +30,15 @@
 
 namespace kvd {
 
-inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, const StoredBlocks& e) {
+inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, StoredBlocks& e,
+                                                uint32_t most_parked) {
   if (!index_.has_room(id, e.n)) return StoreOutcome::FULL;
   index_.make_room(id, e.n);
   index_.ranks_[id].settling = !e.by_engine || index_.ranks_[id].restored;
-  BlockId below = e.has_parent ? meaning(*source, id, e.parent, e.space, e.by_engine) : kNone;
-  uint64_t space = e.space;
-  if (below != kNone && e.inherits) space = sequences().space_of(below);
+  const auto [below, space, above] = parent_of(*source, id, e);
+  const bool placed = !e.has_parent || below != kNone;
+  // A last part of one block would be a lone block below a parent, which means a second copy.
+  if (!placed && e.n > most_parked && e.n - most_parked > 1) e.n = most_parked;
   note(*source, id, space);
   hash_tokens(e, space);
   names_.resize(e.n);
@@ -55,12 +57,6 @@ inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, const
     ++index_.stats_.self_references;
     return StoreOutcome::REFUSED;
   }
-  uint64_t above = 0;  // sequence hash of the parent, if no name leads to it
-  if (e.has_parent && below == kNone) {
-    above = standard_parent(*source, id, e, space);
-    if (above != 0) below = sequences().find(sequences().key(space, above));
-  }
-  const bool placed = !e.has_parent || below != kNone;
   if (placed ? !affords(id, s, below) : !can_wait(e.n)) {
     index_.refuse(e.n);
     return StoreOutcome::FULL;
@@ -132,6 +128,25 @@ inline void Conductor::clear(Source* source, RankId id, LayerMask mask, uint64_t
 }
 
 // ---- placing
+
+inline Conductor::Parent Conductor::parent_of(const Source& source, RankId id,
+                                              const StoredBlocks& e) {
+  Parent parent{kNone, e.space, 0};
+  if (!e.has_parent || e.n == 0) return parent;
+  parent.block = meaning(source, id, e.parent, e.space, e.by_engine);
+  if (parent.block != kNone) {
+    if (e.inherits) parent.space = sequences().space_of(parent.block);
+    return parent;
+  }
+  StoredBlocks first = e;
+  first.n = 1;
+  hash_tokens(first, e.space);
+  parent.sequence = standard_parent(source, id, e, e.space);
+  if (parent.sequence != 0) {
+    parent.block = sequences().find(sequences().key(e.space, parent.sequence));
+  }
+  return parent;
+}
 
 inline void Conductor::hash_tokens(const StoredBlocks& e, uint64_t space) {
   const size_t size = index_.block_size();

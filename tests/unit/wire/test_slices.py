@@ -202,8 +202,13 @@ def test_a_long_event_of_a_worker_is_several_with_the_same_result() -> None:
     index.verify()
 
 
-def test_blocks_that_wait_for_a_parent_are_parked_in_slices() -> None:
-    index, stream = a_worker(slice_steps=1)
+@pytest.mark.parametrize("of", ["worker", "publisher"])
+def test_blocks_that_wait_for_a_parent_are_parked_in_slices(of: str) -> None:
+    if of == "worker":
+        index, stream = a_worker(slice_steps=1)
+    else:
+        index, _, stream = one()
+        stream._engine.slice_steps = 1
     shown = stream.apply(engine_stored(list(LONG[:8192]), PROMPT[: 8192 * SIZE], parent=99_999))
     parked = [0]
     while shown == UNFINISHED:
