@@ -403,6 +403,8 @@ class _Daemon:
             ):
                 for _ in work:
                     await trio.lowlevel.checkpoint()
+            while await parts.selections.workers.reconsider():
+                pass
 
     async def _start_up(self) -> None:
         """Fills the index from a fresh snapshot, a peer, or an older snapshot; opens the gate."""

@@ -10,7 +10,7 @@ registered again at the same endpoint, its stream goes on there, and missed mess
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import trio
@@ -72,7 +72,8 @@ class Registry(ListenedRegistrations):
         # size, in tokens.
         self._left_pairs: dict[PartitionKey, tuple[float, int]] = {}
         self.forgotten_positions = 0
-        self.departures: Observers[[]] = Observers()  # called after every unregistration
+        # Awaited after every unregistration.
+        self.departures: list[Callable[[], Awaitable[object]]] = []
         # Called when the connection to a rank's engine has been made or lost.
         self.links: Observers[[RankKey]] = Observers()
         self._growth = trio.lowlevel.ParkingLot()  # where tasks wait for registrations
@@ -301,7 +302,8 @@ class Registry(ListenedRegistrations):
                     if self._is_current(registration):
                         self._remove(registration)
             self._note_left(partitions)
-            self.departures.notify()
+            for departed in self.departures:
+                await departed()
 
     async def pause(
         self,

@@ -119,14 +119,12 @@ class Selections:
         self.scheduler.drain_queues()
 
     def run_due(self, now: float) -> Iterator[None]:
-        """Expires bookings, and judges streams and workers again; rests at every yield."""
+        """Expires bookings, and judges streams again; rests at every yield."""
         self.reservations.sample.adjust(now - self._adjusted_at)
         self._adjusted_at = now
         self.speeds.forget_absent()
         yield from self.reservations.expire(now)
         yield from self.streams.recheck()
-        while self.workers.reconsider():
-            yield
 
     def settings(self, key: PartitionKey) -> Settings:
         """Returns the settings for requests of a model and tenant that override none of them."""

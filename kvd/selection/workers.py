@@ -38,7 +38,7 @@ from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd_core.ledger import ledger
 
-# Workers judged again between two checkpoints, each of them against all ranks of its model.
+# Blocked workers judged again as part of a change; the others follow between two changes.
 RECONSIDERED = 64
 # Ranks whose listeners are made between two checkpoints: 0.4 ms.
 LISTENED_SLICE = 16
@@ -79,7 +79,7 @@ class Workers:
         self._changing = trio.Lock()
         self._blocked: set[int] = set()  # workers that only others keep from being scheduled
         self._due: deque[int] = deque()  # blocked workers that are to be judged again
-        registry.departures.subscribe(self._obstacle_gone)
+        registry.departures.append(self._obstacle_gone)
 
     async def put(
         self, record: WorkerRecord, *, new: bool = False, only: object = None
@@ -104,7 +104,7 @@ class Workers:
                 )
             self._admission.check_room([record])
             entry = await self._replace(known, entry)
-            self._changed()
+            await self._changed()
             return entry
 
     async def _check(self, record: WorkerRecord) -> None:
@@ -130,7 +130,7 @@ class Workers:
             record = change(known.record)
             await self._check(record)
             entry = await self._replace(known, await self._judged(record))
-            self._changed()
+            await self._changed()
             return entry
 
     async def delete(self, worker_id: int, only: object = None) -> CatalogEntry:
@@ -143,7 +143,7 @@ class Workers:
             if only is not None and known.record is not only:
                 raise NotFound(f"worker {worker_id} has another record now")
             await self._replace(known, None)
-            self._changed()
+            await self._changed()
             return known
 
     async def put_all(self, key: PartitionKey, records: list[WorkerRecord]) -> list[CatalogEntry]:
@@ -174,46 +174,45 @@ class Workers:
             for entry in old:
                 if entry.record.worker_id not in named and not replaced:
                     await self._replace(entry, None)
-            self._changed()
+            await self._changed()
             return entries
 
-    def _changed(self) -> None:
+    async def _changed(self) -> None:
         """Ends a change; it may have removed what kept blocked workers from joining."""
         self.changes += 1
         self._due = deque(sorted(self._blocked))
-        self._reconsider()
         self._on_change()
+        await self._reconsider()
 
-    def _obstacle_gone(self) -> None:
+    async def _obstacle_gone(self) -> None:
         """Judges blocked workers again after any face has unregistered a rank."""
-        if self._blocked:
-            self._due = deque(sorted(self._blocked))
-            self.reconsider()
+        self._due = deque(sorted(self._blocked))
+        await self.reconsider()
 
-    def reconsider(self) -> bool:
-        """Judges a slice of the blocked workers again; True while there are more."""
-        if self._due and not self._changing.locked() and self._reconsider():
-            self._on_change()
+    async def reconsider(self) -> bool:
+        """Judges some of the blocked workers again; True while there are more.
+
+        While a change is under way this is left to its end.
+        """
+        if self._due and not self._changing.locked():
+            async with self._changing:
+                await self._reconsider()
         return bool(self._due) and not self._changing.locked()
 
-    def _reconsider(self) -> bool:
-        """Judges a slice of the blocked workers in one step; returns whether any has joined."""
+    async def _reconsider(self) -> None:
+        """Judges some of the blocked workers again, of which those join that can, in slices."""
         joined = False
-        for _ in range(min(RECONSIDERED, len(self._due))):
-            known = self.entries.get(self._due.popleft())
-            if known is None or not known.reasons:
-                continue
-            entry = self._admission.judged(known.record, self._admission.reasons(known.record))
-            if not entry.reasons:
-                try:
-                    for _ in self._join(entry.record, None):
-                        pass
-                    joined = True
-                except KvdError as error:  # a bound of the state, before any rank was registered
-                    self._take_out(entry.record)
-                    entry = CatalogEntry(entry.record, [str(error)], blocked=True)
-            self._enter(entry)
-        return joined
+        # Shielded: a worker that is no longer due must have been judged.
+        with trio.CancelScope(shield=True):
+            for _ in range(RECONSIDERED):
+                if not self._due:
+                    break
+                known = self.entries.get(self._due.popleft())
+                if known is not None and known.reasons:
+                    entry = await self._replace(known, await self._judged(known.record))
+                    joined = joined or not entry.reasons
+        if joined:
+            self._on_change()
 
     def _enter(self, entry: CatalogEntry) -> None:
         worker_id = entry.record.worker_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -35,6 +36,7 @@ from kvd_core.selector.settings import Settings
 from tests.support.budget import scaled
 from tests.support.cancelling import every_checkpoint
 from tests.support.selecting import BLOCK_SIZE, EXPIRY_S, M, N, Service, worker
+from tests.support.zmtp_fakes import NOT_MY_FAULT_S
 
 # ---- schedulable workers
 
@@ -912,8 +914,55 @@ async def test_many_are_judged_again_in_slices() -> None:
         ).blocked
     await workers.delete(1)
     assert len(service.candidates().workers) == RECONSIDERED
-    assert sum(1 for _ in service.selections.run_due(service.now)) == 1
+    assert await workers.reconsider()
+    assert not await workers.reconsider()
     assert len(service.candidates().workers) == count
+    service.check()
+
+
+async def judging_again(service: Service, nursery: trio.Nursery, until: Callable[[], bool]) -> None:
+    """Takes away what blocks workers, and returns while they are judged again."""
+    changing = service.selections.workers._changing
+    nursery.start_soon(service.registry.unregister, 9, "n", "t", None)
+    while not changing.locked():
+        await trio.lowlevel.checkpoint()
+    while not until():
+        assert changing.locked()
+        await trio.lowlevel.checkpoint()
+    assert changing.locked()
+
+
+async def test_many_ranks_of_a_blocked_worker_join_in_slices(nursery: trio.Nursery) -> None:
+    ranks = 4 * LISTENED_SLICE
+    service = Service(max_ranks=ranks)
+    service.registry.register(RankKey(N, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
+    workers, running = service.selections.workers, service.listeners.running
+    assert (await workers.put(worker(data_parallel_size=ranks))).blocked
+    with trio.fail_after(NOT_MY_FAULT_S):
+        await judging_again(service, nursery, lambda: 0 < len(running) < ranks)
+        # A change of the worker comes after that.
+        await workers.put(worker(data_parallel_size=ranks - 1))
+    assert len(running) == ranks - 1
+    service.check()
+
+
+@pytest.mark.parametrize("change", ["delete", "put"])
+async def test_a_worker_may_change_while_it_is_judged_again(
+    nursery: trio.Nursery, change: str
+) -> None:
+    service = Service(max_ranks=4)
+    service.registry.register(RankKey(N, 9, 0), "tcp://10.0.0.9:1", BLOCK_SIZE, None)
+    workers, record = service.selections.workers, worker(data_parallel_size=5)
+    assert (await workers.put(record)).blocked
+    with trio.fail_after(NOT_MY_FAULT_S):
+        await judging_again(service, nursery, lambda: True)
+        if change == "delete":
+            await workers.delete(record.worker_id)
+            assert not workers.entries
+        else:
+            smaller = await workers.put(replace(record, data_parallel_size=4))
+            assert (smaller.reasons, list(workers.entries.values())) == ([], [smaller])
+    assert not workers._blocked
     service.check()
 
 
