@@ -42,6 +42,8 @@ from kvd_core.ledger import ledger
 RECONSIDERED = 64
 # Ranks whose listeners are made between two checkpoints: 0.4 ms.
 LISTENED_SLICE = 16
+# Workers looked through for a list between two checkpoints: 1 ms.
+LISTED_AT_ONCE = 2048
 
 
 class Workers:
@@ -247,15 +249,23 @@ class Workers:
                 return WorkerLifecycle.UNSCHEDULABLE
         return entry.lifecycle
 
-    def listed(self, model_name: str | None, tenant_id: str | None) -> list[CatalogEntry]:
-        """Returns the workers of a model and tenant, sorted; None stands for any name."""
-        found = [
-            entry
-            for entry in self.entries.values()
-            if model_name in (None, entry.record.model_name)
-            and tenant_id in (None, entry.record.tenant_id)
-        ]
-        return sorted(found, key=lambda entry: (entry.record.key, entry.record.worker_id))
+    async def listed(self, model_name: str | None, tenant_id: str | None) -> list[CatalogEntry]:
+        """Returns the workers of a model and tenant, sorted; None stands for any name.
+
+        Others run meanwhile: a worker may be listed although it has just gone.
+        """
+        found: dict[PartitionKey, list[CatalogEntry]] = {}
+        for number, worker_id in enumerate(sorted(self.entries), 1):
+            entry = self.entries.get(worker_id)
+            if (
+                entry is not None
+                and model_name in (None, entry.record.model_name)
+                and tenant_id in (None, entry.record.tenant_id)
+            ):
+                found.setdefault(entry.record.key, []).append(entry)
+            if number % LISTED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        return [entry for key in sorted(found) for entry in found[key]]
 
     def _entry(self, worker_id: int) -> CatalogEntry:
         entry = self.entries.get(worker_id)

@@ -118,7 +118,9 @@ class Service:
             assert ranks == sorted(pools[fleet_key])
             assert candidates.ledger.stats()["ranks"] == len(ranks)
             records = [
-                entry.record for entry in selections.workers.listed(*fleet_key) if not entry.reasons
+                entry.record
+                for _, entry in sorted(selections.workers.entries.items())
+                if entry.record.key == fleet_key and not entry.reasons
             ]
             assert sorted(candidates.workers) == [record.worker_id for record in records]
             assert list(map(candidates.workers.get, sorted(candidates.workers))) == records

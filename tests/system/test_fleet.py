@@ -105,7 +105,7 @@ class Faces:
             ],
             "selection": [
                 (each.record.worker_id, each.record.taints)
-                for each in self.workers.listed(None, None)
+                for _, each in sorted(self.workers.entries.items())
             ],
             "conductor": sorted(
                 (each.described.instance_id, each.described.endpoint) for each in self.publishers
@@ -287,7 +287,7 @@ async def test_an_address_changes_on_both_faces_that_share_it(tmp_path: Path) ->
         await faces.read(rank(1, port), worker(1, port))
         assert faces.states() == {"registered": 2, "failed": 0, "off": 0}
         assert len(faces.service.listeners.running) == 1
-        assert all(not each.reasons for each in faces.workers.listed(None, None))
+        assert all(not each.reasons for each in faces.workers.entries.values())
 
 
 async def test_the_documented_fleet_can_be_selected(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ async def test_the_documented_fleet_can_be_selected(tmp_path: Path) -> None:
     faces = Faces(tmp_path)
     await faces.read(example)
     assert faces.states() == {"registered": 3, "failed": 0, "off": 0}
-    assert [each.reasons for each in faces.workers.listed(None, None)] == [[]]
+    assert [each.reasons for each in faces.workers.entries.values()] == [[]]
 
 
 async def test_what_is_changed_in_place_keeps_its_bookings(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ async def test_with_an_endless_grace_who_has_gone_is_chosen_without_its_cache() 
         lose(service, worker_id)
     pass_by(service, 1e9)
     assert chosen(service, [7, 8]) == {(1, 0), (2, 0)}
-    (entry, _) = service.selections.workers.listed(None, None)
+    (entry, _) = await service.selections.workers.listed(None, None)
     assert service.selections.workers.lifecycle(entry) is WorkerLifecycle.SCHEDULABLE
     stream(service, 1).joined()
     assert chosen(service, [7, 8]) == {(1, 0)}
@@ -98,7 +98,7 @@ async def test_each_rank_is_judged_by_itself() -> None:
     lose(service, 1, 1)
     pass_by(service, GRACE_S + 1)
     assert chosen(service, [1]) == {(1, 0)}
-    (entry,) = service.selections.workers.listed(None, None)
+    (entry,) = await service.selections.workers.listed(None, None)
     assert service.selections.workers.lifecycle(entry) is WorkerLifecycle.SCHEDULABLE
     assert service.selections.workers.absent(entry) == {
         1: "the event connection of dp_rank 1 was lost 4 s ago: refused"

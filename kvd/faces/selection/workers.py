@@ -20,6 +20,7 @@ from kvd.model import PartitionKey
 from kvd.selection.admission import CatalogEntry
 from kvd.selection.service import Selections
 from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
+from kvd.selection.workers import LISTED_AT_ONCE
 from kvd.telemetry.stretches import REQUESTS
 from kvd_core.json.scan import BodyScanner
 
@@ -38,8 +39,11 @@ READ_AT_ONCE = 32
 
 async def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
     """Answers 200 once a worker can be selected; lists the workers if the client may read them."""
-    entries = selections.workers.listed(None, None)
-    lifecycles = Counter(selections.workers.lifecycle(entry) for entry in entries)
+    entries = await selections.workers.listed(None, None)
+    lifecycles: Counter[WorkerLifecycle] = Counter()
+    for at in range(0, len(entries), LISTED_AT_ONCE):
+        lifecycles.update(map(selections.workers.lifecycle, entries[at : at + LISTED_AT_ONCE]))
+        await trio.lowlevel.checkpoint()
     count = lifecycles[WorkerLifecycle.SCHEDULABLE]
     reasons = selections.readiness.reasons(count, lifecycles[WorkerLifecycle.UNSCHEDULABLE])
     answer = {
@@ -66,7 +70,7 @@ async def ready(request: Request, *, selections: Selections, shared: SharedStatu
 
 
 async def list_workers(request: Request, *, selections: Selections) -> Response:
-    entries = selections.workers.listed(*bodies.filters(request))
+    entries = await selections.workers.listed(*bodies.filters(request))
     return Response(200, await whole(listed(selections, entries)))
 
 

@@ -27,7 +27,7 @@ from kvd.selection.requests import QueuedRequest
 from kvd.selection.stats import SelectionOutcome, Unserved
 from kvd.selection.tuning import TuningKey
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
-from kvd.selection.workers import LISTENED_SLICE, RECONSIDERED
+from kvd.selection.workers import LISTED_AT_ONCE, LISTENED_SLICE, RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
@@ -145,10 +145,29 @@ async def test_a_long_list_rests_after_some_ranks() -> None:
     ids = range(1, 2 * SLICE_RANKS + 1)
     one, many = worker(200, N), worker(201, N, data_parallel_size=SLICE_RANKS)
     service = await ready(*map(worker, ids), one, many)
-    pieces = list(listed(service.selections, service.selections.workers.listed(None, None)))
+    pieces = list(listed(service.selections, await service.selections.workers.listed(None, None)))
     assert [row["worker_id"] for row in json.loads(b"".join(pieces))] == [*ids, 200, 201]
     assert pieces.count(b"") == 3 and pieces[-2:] == [b"", b"]"]
     assert list(listed(service.selections, [])) == [b"[]"]
+
+
+async def test_a_long_list_is_found_in_slices(nursery: trio.Nursery) -> None:
+    service, count = await ready(worker(1)), 3 * LISTED_AT_ONCE
+    workers = service.selections.workers
+    (entry,) = workers.entries.values()
+    for number in range(2, count + 1):
+        workers.entries[number] = replace(entry, record=worker(number))
+    begun, seen = trio.Event(), list[int]()
+
+    async def look() -> None:
+        begun.set()
+        seen.extend(one.record.worker_id for one in await workers.listed(None, None))
+
+    nursery.start_soon(look)
+    await begun.wait()
+    del workers.entries[count]
+    await trio.testing.wait_all_tasks_blocked()
+    assert seen == [*range(1, count)]
 
 
 async def test_many_ranks_are_listened_to_in_slices(nursery: trio.Nursery) -> None:
@@ -320,9 +339,10 @@ async def test_a_worker_has_one_place() -> None:
     await service.selections.workers.put(worker(1, N))
     assert service.select([1], key=N)["worker_id"] == 1
     assert {service.select([1])["worker_id"] for _ in range(20)} == {2}
-    assert [entry.record.key for entry in service.selections.workers.listed(None, None)] == [M, N]
-    assert len(service.selections.workers.listed("m", None)) == 1
-    assert len(service.selections.workers.listed("m", "other")) == 0
+    found = await service.selections.workers.listed(None, None)
+    assert [entry.record.key for entry in found] == [M, N]
+    assert len(await service.selections.workers.listed("m", None)) == 1
+    assert len(await service.selections.workers.listed("m", "other")) == 0
     service.check()
 
 
@@ -605,7 +625,8 @@ async def test_a_set_is_idempotent() -> None:
     for _ in range(3):
         entries = await service.selections.workers.put_all(M, wanted)
         assert [entry.record for entry in entries] == wanted
-        assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
+        found = await service.selections.workers.listed(None, None)
+        assert [entry.record for entry in found] == wanted
         assert set(service.selections.reservations.live) == {"b"}
         service.check()
     assert service.listeners.starts == 5
@@ -644,7 +665,7 @@ async def test_a_set_may_change_the_block_size() -> None:
     wanted = [worker(each, block_size=8) for each in (1, 2, 4)]
     entries = await service.selections.workers.put_all(M, wanted)
     assert [entry.reasons for entry in entries] == [[], [], []]
-    assert [entry.record for entry in service.selections.workers.listed(None, None)] == wanted
+    assert [entry.record for entry in await service.selections.workers.listed(None, None)] == wanted
     assert not service.selections.reservations.live
     service.check()
 
