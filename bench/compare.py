@@ -26,10 +26,21 @@ from select_suites import SelectSuites
 from servers import Contender
 from slot_suites import LIFE, LOADS, PROJECTION, SlotSuites
 from slot_suites import MEMORY as SLOT_MEMORY
-from suites import BURST, DUMP, HASH, INGEST, LATENCY, MEMORY, QUERY, TIERED, IndexerSuites
+from suites import (
+    BURST,
+    DUMP,
+    HASH,
+    INGEST,
+    LATENCY,
+    MEMORY,
+    QUERY,
+    REGISTRATIONS,
+    TIERED,
+    IndexerSuites,
+)
 
 HERE = Path(__file__).resolve().parent
-INDEXER_SUITES = (QUERY, HASH, TIERED, INGEST, MEMORY, BURST, LATENCY, DUMP)
+INDEXER_SUITES = (QUERY, HASH, TIERED, INGEST, MEMORY, BURST, REGISTRATIONS, LATENCY, DUMP)
 SLOT_SUITES = (LIFE, PROJECTION, LOADS, SLOT_MEMORY)
 SUITES = [suite.name for suite in (*INDEXER_SUITES, *SLOT_SUITES, SELECT)]
 
@@ -37,9 +48,15 @@ INDEXER = ("indexer", "dynamo.indexer")  # kvd's command, the peer's module
 SLOT_TRACKER = ("slot-tracker", "dynamo.slot_tracker")
 SELECTION = ("select-service", "dynamo.select_service")
 
+ELSEWHERE = """
+What is not a request's or event's own cost, scripts beside this one measure: tails.py (queries
+beside other work), restart.py, shared_state.py and policies.py with the peer; gateway.py with other
+proxies; curves.py, index_memory.py, cores.py, floor.py and others kvd alone. README.md lists all.
+"""
+
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__, epilog=ELSEWHERE)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}")
     parser.add_argument(
         "--peer-python", metavar="PY", default="", help="interpreter that has dynamo"

@@ -35,6 +35,11 @@ BURST = Suite(
     "RSS after bursts: one-block messages as fast as they can be sent",
     (Figure("rss_after_mib", "whole RSS, MiB"), Figure("rss_bytes_per_pair", "bytes/pair")),
 )
+REGISTRATIONS = Suite(
+    "registrations",
+    "RSS growth by connected workers of 16 blocks each",
+    (Figure("rss_kib_per_worker", "KiB/worker"), Figure("rss_after_mib", "whole RSS, MiB")),
+)
 LATENCY = Suite("latency", "From event to queryable, one block", (P50, P99))
 # By case: the blocks/s that are published in between, and the blocks of an event.
 FRESH = {"idle server": "", "100,000 blocks/s": "100000 64"}
@@ -84,6 +89,10 @@ BURST_SHAPES: dict[str, dict[str, Option]] = {
 # Limits on the ratio of the whole RSS, by shape.
 MEMORY_RSS = {"64 workers": 0.6}
 BURST_RSS = {"1 worker": 1.0, "8 workers": 1.0, "64 workers": 0.6}
+REGISTERED = (64, 512)  # workers
+REGISTERED_BLOCKS = 16  # of each
+# Seconds after which a server has freed what it needed to register.
+REGISTERED_REST = 5
 # Blocks on their way while memory is measured: with more, socket queues would be measured as well.
 MEMORY_WINDOW = 20_000
 
@@ -102,6 +111,8 @@ class IndexerSuites(Runs):
             cases += self._memory()
         if BURST.name in names:
             cases += self._burst()
+        if REGISTRATIONS.name in names:
+            cases += self._registrations()
         if DUMP.name in names:
             cases += self._recovery()
         return cases
@@ -213,6 +224,17 @@ class IndexerSuites(Runs):
             case = Case(BURST, f"{self._plan.pairs:,} messages, {name}", limits)
             blast = {"event_blocks": 1, "batch_events": 1, "rest": BURST_REST}
             self._fresh_rounds(case, "ingest", {**self._fill(), **shape, **blast})
+            cases.append(case)
+        return cases
+
+    def _registrations(self) -> list[Case]:
+        blocks = REGISTERED_BLOCKS
+        held: dict[str, Option] = {"depth": blocks, "event_blocks": blocks, "prefix": 0}
+        cases = []
+        for workers in REGISTERED:
+            case = Case(REGISTRATIONS, f"{workers} workers")
+            shape = {"workers": workers, "pairs": workers * blocks, "rest": REGISTERED_REST}
+            self._fresh_rounds(case, "ingest", {**self._fill(), **held, **shape})
             cases.append(case)
         return cases
 

@@ -125,7 +125,8 @@ inline void obey(Fleet& fleet, const DataSet& data) {
 inline int run_hold(const Options& options) {
   const DataSet data(options);
   Fleet fleet(options, data);
-  print_fill(fill(fleet, data, options), ServerProcess(options.integer("pid", 0)));
+  const ServerProcess server(options.integer("pid", 0));
+  print_fill(fill(fleet, data, options), data.workers, server);
   obey(fleet, data);
   return 0;
 }

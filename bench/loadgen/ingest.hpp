@@ -96,7 +96,7 @@ inline std::vector<Message> build_messages(const DataSet& data, const Options& o
 struct Fill {
   size_t messages = 0, blocks = 0, bytes = 0;
   double seconds = 0;
-  Usage before, after;
+  Usage fresh, before, after;  // before the workers are registered, before and after the events
   long settled_rss = 0;
 };
 
@@ -131,6 +131,7 @@ inline Fill fill(Fleet& fleet, const DataSet& data, const Options& options) {
     fill.blocks += message.blocks;
     fill.bytes += message.payload.size();
   }
+  fill.fresh = server.usage();
   fleet.register_all();
   fleet.wait_applied();  // so that the set-up by the first requests and events is not measured
   sleep_seconds(kTickSettle);
@@ -146,7 +147,7 @@ inline Fill fill(Fleet& fleet, const DataSet& data, const Options& options) {
   return fill;
 }
 
-inline void print_fill(const Fill& fill, const ServerProcess& server) {
+inline void print_fill(const Fill& fill, long workers, const ServerProcess& server) {
   const double blocks = double(fill.blocks);
   JsonLine line;
   line.text("mode", "ingest").count("blocks", fill.blocks).count("messages", fill.messages);
@@ -161,6 +162,8 @@ inline void print_fill(const Fill& fill, const ServerProcess& server) {
     line.number("rss_before_mib", double(fill.before.rss_bytes) / (1 << 20));
     line.number("rss_after_mib", double(fill.settled_rss) / (1 << 20));
     line.number("rss_bytes_per_pair", grown / blocks);
+    const double of_all = double(fill.settled_rss - fill.fresh.rss_bytes);
+    line.number("rss_kib_per_worker", of_all / double(workers) / 1024);
   }
   line.print();
 }
@@ -168,7 +171,8 @@ inline void print_fill(const Fill& fill, const ServerProcess& server) {
 inline int run_ingest(const Options& options) {
   const DataSet data(options);
   Fleet fleet(options, data);
-  print_fill(fill(fleet, data, options), ServerProcess(options.integer("pid", 0)));
+  const ServerProcess server(options.integer("pid", 0));
+  print_fill(fill(fleet, data, options), data.workers, server);
   return 0;
 }
 
