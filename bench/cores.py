@@ -32,11 +32,11 @@ from kvd_core.json.scan import BodyScanner
 BLOCK_SIZE, RANKS, SHARED = 16, 8, 256  # SHARED: leading blocks that all ranks cache
 CORES = (1, 2, 4, 8, 16)
 ROUNDS = 15
-# CPU us of a question by tokens: `kvbench http --conns 16`, the machine of the decision below.
-WHOLE_US = {512: 8.3, 8_192: 34.3, 131_072: 418.0}
-# CPU us of a block in an event of 64 blocks (docs/performance.md, Events).
+# CPU us, as measured for docs/decisions/2026-11-27-replicas-before-threads-and-shards.md: of HTTP
+# and the kernel for a question by its tokens, with 16 connections; of a block in an event of 64;
+# and in the prototypes.
+OTHER_US = {512: 7.0, 8_192: 19.6, 131_072: 197.0}
 BLOCK_US = 0.456
-# From prototypes of docs/decisions/2026-11-27-replicas-before-threads-and-shards.md.
 HAND_OVER_US = 1.9  # of handing a question to another thread and back
 ASK_SHARD_US = 2.8  # of a front, for each shard that it asks
 SHARD_US = 5.0  # of a shard, beside matching and rendering
@@ -78,8 +78,7 @@ def terms(tokens: int) -> Terms:
     scan = lowest_us(lambda: by_tokens.scan(body))
     query = lowest_us(lambda: index.query_tokens(by_tokens, 0))
     match = lowest_us(lambda: index.query_hashes(by_hash, 0))
-    prepare = scan + query - match
-    return Terms(prepare, match, WHOLE_US[tokens] - prepare - match)
+    return Terms(scan + query - match, match, OTHER_US[tokens])
 
 
 def threads(cost: Terms, cores: int, ingest: float) -> float:
@@ -110,7 +109,7 @@ def main() -> None:
     rates = parser.parse_args().blocks_per_s
     print("| tokens | blocks/s | way | " + " | ".join(map(str, CORES)) + " cores |")
     print("|---|---|---|" + "---|" * len(CORES))
-    for tokens in WHOLE_US:
+    for tokens in OTHER_US:
         cost = terms(tokens)
         for rate in rates:
             for way in (threads, processes, shards):
