@@ -19,8 +19,9 @@ otherwise. Meanwhile, by case:
     selections       1,000 selections wait; the question is /overlap_scores
 
 Each case has a fresh daemon. Those about the index begin with 1,000,000 blocks, or half of that
-over 512 streams. Cases that the peer has as well are measured on both. A stretch is the time from
-one check of the sockets to the next (docs/operations.md, How busy the loop is).
+over 512 streams; a recovery is of 4,000,000. Cases that the peer has as well are measured on both,
+one after the other. A stretch is the time from one check of the sockets to the next
+(docs/operations.md, How busy the loop is).
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ RATES = (100_000, 500_000)  # blocks/s
 EVENT_BLOCKS = 64
 DEPTH = 1024  # blocks of a chain
 PAIRS = {8: 1_000_000, 64: 1_000_000, 512: 524_288}
+RECOVERED = 4_000_000  # blocks; to recover them takes two seconds at least
+RECOVERING_S = 1.0  # of queries meanwhile
 WINDOW = 20_000  # blocks on their way while an index is filled
 TIMEOUT = 60.0  # seconds
 WARM_S = 0.2  # before measuring
@@ -214,13 +217,24 @@ def snapshot(bench: Bench) -> None:
 
 
 def recovery(bench: Bench) -> None:
-    with bench.filled(8) as (donor, _):
-        # It has a worker whose engine does not exist, so that queries for the model work at once.
-        own = "--model-name=bench", "--block-size=16", "--workers=9=tcp://127.0.0.1:9"
+    wide = {**data(8), "pairs": RECOVERED}
+    options: dict[str, Option] = {"event_blocks": EVENT_BLOCKS, "window": WINDOW}
+    with ExitStack() as stack:
+        donor = stack.enter_context(running(bench.contender, bench.logs))
+        stack.enter_context(bench.generator.hold(donor, **wide, **options))
+        engine = json.loads(ask(donor.port, "GET", "/workers"))[0]["listeners"]["0"]["endpoint"]
+        # It has a worker of its own, so that queries for the model work at once.
+        own = "--model-name=bench", "--block-size=16", f"--workers=9={engine}"
         peers = "--peers", f"http://{donor.address}"
         contender = replace(bench.contender, command=(*bench.contender.command, *own, *peers))
-        with running(contender, bench.logs) as server:
-            bench.measure("recovery from a peer", server, bench.load(8), nothing)
+        server = stack.enter_context(running(contender, bench.logs))
+
+        def recovers() -> None:
+            until(lambda: b'{outcome="recovered"} 1' in ask(server.port, "GET", "/metrics"))
+
+        # The queries end before it does; the stretches are those of all of it.
+        asked = {**bench.load(8), "secs": RECOVERING_S}
+        bench.measure(f"recovery of {RECOVERED:,} blocks", server, asked, recovers)
 
 
 def unregistration(bench: Bench) -> None:

@@ -124,9 +124,10 @@ inline void obey(Fleet& fleet, const DataSet& data) {
 
 inline int run_hold(const Options& options) {
   const DataSet data(options);
+  std::vector<Message> messages = build_messages(data, options);
   Fleet fleet(options, data);
   const ServerProcess server(options.integer("pid", 0));
-  print_fill(fill(fleet, data, options), data.workers, server);
+  print_fill(fill(fleet, data, std::move(messages), options), data.workers, server);
   obey(fleet, data);
   return 0;
 }

@@ -121,10 +121,12 @@ inline void check_filled(Fleet& fleet, const DataSet& data) {
     for (long chain : {0L, data.chains() - 1}) fleet.check_chain(worker, chain);
 }
 
-inline Fill fill(Fleet& fleet, const DataSet& data, const Options& options) {
+// Takes the messages, as they need much memory. They are built before there is a fleet, since a
+// server closes a connection that asks for nothing meanwhile.
+inline Fill fill(Fleet& fleet, const DataSet& data, const std::vector<Message> messages,
+                 const Options& options) {
   constexpr double kTickSettle = 0.02;  // seconds: two clock ticks, so that used CPU is counted
   const ServerProcess server(options.integer("pid", 0));
-  const std::vector<Message> messages = build_messages(data, options);
   Fill fill;
   fill.messages = messages.size();
   for (const Message& message : messages) {
@@ -170,9 +172,10 @@ inline void print_fill(const Fill& fill, long workers, const ServerProcess& serv
 
 inline int run_ingest(const Options& options) {
   const DataSet data(options);
+  std::vector<Message> messages = build_messages(data, options);
   Fleet fleet(options, data);
   const ServerProcess server(options.integer("pid", 0));
-  print_fill(fill(fleet, data, options), data.workers, server);
+  print_fill(fill(fleet, data, std::move(messages), options), data.workers, server);
   return 0;
 }
 
