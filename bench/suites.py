@@ -43,6 +43,7 @@ REGISTRATIONS = Suite(
 LATENCY = Suite("latency", "From event to queryable, one block", (P50, P99))
 # By case: the blocks/s that are published in between, and the blocks of an event.
 FRESH = {"idle server": "", "100,000 blocks/s": "100000 64"}
+FRESH_LIMITS = {"idle server": {P50.key: 0.7, P99.key: 0.7}}
 DUMP = Suite(
     "recovery",
     "GET /dump, again and again, while 2,048-token queries run",
@@ -187,7 +188,7 @@ class IndexerSuites(Runs):
         check_equal(pair, path, bodies, matched=int(tokens * HIT))
 
     def _latency(self, holds: list[Hold], name: str, beside: str) -> Case:
-        case = Case(LATENCY, name)
+        case = Case(LATENCY, name, FRESH_LIMITS.get(name, {}))
         log(f"{LATENCY.name}: {case.name}")
         for hold in holds:
             hold.ask("fresh 10")  # the first ones find cold caches and sleeping threads
