@@ -261,8 +261,10 @@ def _loop(faces: list[FaceStatus]) -> dict[str, Any]:
         if longest := face.by_label("kvd_loop_longest_stretch_seconds"):
             busy = face.rate("kvd_loop_stretch_seconds_sum")
             ages = face.by_label("kvd_loop_longest_stretch_age_seconds")
+            cpu = face.by_label("kvd_loop_longest_stretch_cpu_seconds")
             stretches = {
-                cause: {"seconds": longest[cause], "age_s": age_s} for cause, age_s in ages.items()
+                cause: {"seconds": longest[cause], "cpu_s": cpu[cause], "age_s": age_s}
+                for cause, age_s in ages.items()
             }
             return {"busy": round(busy, 3), "longest": stretches}
     return {"busy": None, "longest": {}}
@@ -358,9 +360,10 @@ def _process(shown: Mapping[str, Any]) -> Iterator[str]:
 def _stretches(loop: Mapping[str, Any]) -> str:
     longest = loop["longest"]
     cause = max(longest, key=lambda each: longest[each]["seconds"])
-    seconds, age_s = longest[cause]["seconds"], longest[cause]["age_s"]
+    stretch = longest[cause]
+    wall, cpu = (f"{stretch[each] * 1e3:,.1f} ms" for each in ("seconds", "cpu_s"))
     name = cause.replace("_", " ")
-    worst = f"longest stretch {seconds * 1e3:,.1f} ms, {name}, {age_s:.0f} s ago"
+    worst = f"longest stretch {wall} ({cpu} of CPU), {name}, {stretch['age_s']:.0f} s ago"
     return f"{loop['busy']:.1%} busy; {worst}"
 
 

@@ -70,10 +70,12 @@ def test_all_is_well(binds: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert not any("error" in face for face in shown["faces"].values())
     assert shown["resident_bytes"] > 2**20 and shown["log_lines_dropped"] == 0
     assert 0 < shown["loop"]["busy"] < 2  # 1 at most, but for what began before
-    assert shown["loop"]["longest"]["requests"]["seconds"] > 0  # at least this request's own
+    longest = shown["loop"]["longest"]["requests"]  # at least this request's own
+    assert 0 < longest["cpu_s"] <= longest["seconds"]
     assert sum(shown["streams"].values()) == 0
     assert main(["status", "--interval=0", *binds]) == 0
-    assert "streams       none" in capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out
+    assert "streams       none" in text.splitlines() and " ms of CPU), " in text
 
 
 def test_streams_that_are_not_exact_are_named_until_they_are(
