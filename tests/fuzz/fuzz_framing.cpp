@@ -54,11 +54,14 @@ void check_answer(const std::string& text, size_t step) {
   AnswerHead head;
   size_t size = 0;
   const Parsed parsed = parse_head(copied(text).get(), text.size(), head, size);
+  bool decided = false;  // bytes that cannot become a head may be refused before their end
   for (size_t n = 0; n < text.size(); n += step) {
     AnswerHead part;
     size_t part_size = 0;
     const Parsed before = parse_head(copied(text.substr(0, n)).get(), n, part, part_size);
-    demand(before == (parsed == Parsed::kPart || n < size ? Parsed::kPart : parsed));
+    decided = decided || before != Parsed::kPart || (size != 0 && n >= size);
+    demand(before == (decided ? parsed : Parsed::kPart));
+    demand(!decided || n >= size || parsed == Parsed::kWrong);
   }
   if (parsed != Parsed::kWhole) return;
   demand(size <= text.size() && text.compare(size - 4, 4, "\r\n\r\n") == 0);
