@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvd.cli.options import CommandResult, Parser, add_general, add_settings, no_settings, usage
 from kvd.config import load as config
-from kvd.config import parsers, settings, sources
+from kvd.config import parsers, sources
 from kvd.config.errors import StartError
+from kvd.config.sections import listening
 from kvd.telemetry import logs
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ GivenSettings = Callable[[argparse.ArgumentParser, argparse.Namespace], dict[str
 ADDRESSES = (
     "The daemon's addresses come from the flags, the environment or the file of settings; without "
     f"--config this is the service's, {sources.SERVICE_FILE}, if it is readable. Without a file "
-    f"and an address, a gateway at {settings.DEFAULT_GATEWAY_BIND} is asked, too."
+    f"and an address, a gateway at {listening.DEFAULT_GATEWAY_BIND} is asked, too."
 )
 FIRST_FACE = f"{ADDRESSES} The first face that answers is asked."
 
@@ -153,7 +154,7 @@ def _add_asking(
     name: str,
     given: GivenSettings,
     command: Command,
-    faces: Sequence[parsers.Setting] = settings.BIND_SETTINGS,
+    faces: Sequence[parsers.Setting] = listening.BIND_SETTINGS,
     **described: str,
 ) -> Parser:
     """Adds a command that asks these faces, with the flags that all such commands have."""
@@ -324,5 +325,5 @@ def _daemon(given: Mapping[str, object]) -> AskedDaemon:
     unnamed = {name for name, bind in binds.items() if bind.source == sources.BY_DEFAULT}
     faces = face_client.addresses({name: bind.value for name, bind in binds.items()})
     if not config_file and unnamed == set(binds):
-        faces["gateway"] = settings.DEFAULT_GATEWAY_BIND
+        faces["gateway"] = listening.DEFAULT_GATEWAY_BIND
     return AskedDaemon(faces, unnamed, client)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.cli.options import WAYS, Parser, add_general, add_settings, add_uncommon, usage
 from kvd.config import parsers, settings, sources
+from kvd.config.sections import connecting, listening, state
 from kvd.selection.policies import Policy, RouterPolicy
 
 # Seconds for which a session stays with its engine after its last request, behind the gateway.
@@ -19,7 +20,7 @@ SESSION_TTL_S = 3600
 GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
 # Defaults of `kvd gateway` that replace those of the settings.
 GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(sources.FACE_BINDS, parsers.OFF) | {
-    "gateway_bind": parsers.Binds((settings.DEFAULT_GATEWAY_BIND,)),
+    "gateway_bind": parsers.Binds((listening.DEFAULT_GATEWAY_BIND,)),
     "router_policy": GATEWAY_POLICY,
     "session_affinity_ttl_secs": SESSION_TTL_S,
     # Whether an engine serves, the gateway asks over HTTP.
@@ -51,7 +52,7 @@ def add_gateway(commands: Any) -> None:
         epilog=WAYS,
     )
     add_general(gateway)
-    add_address(gateway, settings.DEFAULT_GATEWAY_BIND)
+    add_address(gateway, listening.DEFAULT_GATEWAY_BIND)
     gateway.add_argument(
         "--upstream",
         action="append",
@@ -72,24 +73,24 @@ def add_gateway(commands: Any) -> None:
 
 def add_indexer(commands: Any) -> None:
     indexer = add_face(commands, "indexer", "the KV indexer", "dynamo.indexer")
-    add_address(indexer, settings.DEFAULT_INDEXER_BIND)
+    add_address(indexer, listening.DEFAULT_INDEXER_BIND)
     add_threads(indexer)
     add_uncommon(indexer, "--routing-group", metavar="NAME", help="alias of --tenant-id")
-    add_face_settings(indexer, settings.WORKER_SETTINGS + settings.PEER_SETTINGS, "peers")
+    add_face_settings(indexer, connecting.WORKER_SETTINGS + connecting.PEER_SETTINGS, "peers")
     indexer.set_defaults(given=indexer_settings)
 
 
 def add_slot_tracker(commands: Any) -> None:
     slot_tracker = add_face(commands, "slot-tracker", "the slot tracker", "dynamo.slot_tracker")
-    add_address(slot_tracker, settings.DEFAULT_SLOT_TRACKER_BIND)
+    add_address(slot_tracker, listening.DEFAULT_SLOT_TRACKER_BIND)
     shown = "replica_sync_port", "replica_sync_peers"
-    add_face_settings(slot_tracker, settings.REPLICA_SETTINGS, *shown)
+    add_face_settings(slot_tracker, connecting.REPLICA_SETTINGS, *shown)
     slot_tracker.set_defaults(given=slot_tracker_settings)
 
 
 def add_select_service(commands: Any) -> None:
     service = add_face(commands, "select-service", "the selection service", "dynamo.select_service")
-    add_address(service, settings.DEFAULT_SELECTION_BIND)
+    add_address(service, listening.DEFAULT_SELECTION_BIND)
     add_threads(service)
     service.add_argument(
         "--indexer-peers",
@@ -98,15 +99,17 @@ def add_select_service(commands: Any) -> None:
         help="selection services to recover the index from at startup",
     )
     shown = "router_mode", "router_policy", "router_temperature", "router_use_kv_events"
-    add_face_settings(service, settings.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS, *shown)
+    add_face_settings(
+        service, connecting.WORKER_SETTINGS + settings.SELECT_SERVICE_SETTINGS, *shown
+    )
     add_without_effect(service)
     service.set_defaults(given=select_service_settings)
 
 
 def add_conductor(commands: Any) -> None:
     conductor = add_face(commands, "conductor", "the conductor")
-    add_address(conductor, settings.DEFAULT_CONDUCTOR_BIND)
-    add_face_settings(conductor, settings.CONDUCTOR_SETTINGS, "hash_seed")
+    add_address(conductor, listening.DEFAULT_CONDUCTOR_BIND)
+    add_face_settings(conductor, state.CONDUCTOR_SETTINGS, "hash_seed")
     conductor.set_defaults(given=conductor_settings)
 
 
@@ -182,7 +185,7 @@ def gateway_settings(
         if flags is not None:
             named = [url for each in (given[setting] or (), *flags) for url in each]
             given[setting] = tuple(dict.fromkeys(named))
-    if (bind := address(args, settings.DEFAULT_GATEWAY_BIND)) is not None:
+    if (bind := address(args, listening.DEFAULT_GATEWAY_BIND)) is not None:
         if args.gateway_bind is not None:
             parser.error("--gateway-bind says where to listen; --host and --port say it, too")
         given["gateway_bind"] = bind
@@ -193,21 +196,21 @@ def gateway_settings(
 def indexer_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    shared = settings.WORKER_SETTINGS + settings.PEER_SETTINGS
+    shared = connecting.WORKER_SETTINGS + connecting.PEER_SETTINGS
     given = {setting.name: getattr(args, setting.name) for setting in shared}
     if args.routing_group is not None:
         if given["tenant_id"] not in (None, args.routing_group):
             parser.error("--tenant-id and --routing-group set the same value and differ")
         given["tenant_id"] = args.routing_group
-    given["indexer_bind"] = address(args, settings.DEFAULT_INDEXER_BIND)
+    given["indexer_bind"] = address(args, listening.DEFAULT_INDEXER_BIND)
     return only(given, args, "indexer_bind")
 
 
 def slot_tracker_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in settings.REPLICA_SETTINGS}
-    given["slot_tracker_bind"] = address(args, settings.DEFAULT_SLOT_TRACKER_BIND)
+    given = {setting.name: getattr(args, setting.name) for setting in connecting.REPLICA_SETTINGS}
+    given["slot_tracker_bind"] = address(args, listening.DEFAULT_SLOT_TRACKER_BIND)
     return only(given, args, "slot_tracker_bind")
 
 
@@ -215,19 +218,19 @@ def select_service_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     chosen = settings.SELECT_SERVICE_SETTINGS
-    shared = settings.WORKER_SETTINGS + chosen
+    shared = connecting.WORKER_SETTINGS + chosen
     given = {setting.name: getattr(args, setting.name) for setting in shared}
     given["peers"] = args.indexer_peers
     given[sources.DEFAULTS] = {setting.name: setting.default for setting in chosen}
-    given["selection_bind"] = address(args, settings.DEFAULT_SELECTION_BIND)
+    given["selection_bind"] = address(args, listening.DEFAULT_SELECTION_BIND)
     return only(given, args, "selection_bind")
 
 
 def conductor_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in settings.CONDUCTOR_SETTINGS}
-    given["conductor_bind"] = address(args, settings.DEFAULT_CONDUCTOR_BIND)
+    given = {setting.name: getattr(args, setting.name) for setting in state.CONDUCTOR_SETTINGS}
+    given["conductor_bind"] = address(args, listening.DEFAULT_CONDUCTOR_BIND)
     return only(given, args, "conductor_bind")
 
 

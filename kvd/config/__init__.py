@@ -1,8 +1,9 @@
 """Turns flags, environment variables and files into one checked `Config`.
 
-    settings     the table of settings. Flag, variable, key, help and documentation of a setting
+    sections     the rows of the settings. Flag, variable, key, help and documentation of a setting
                  follow from its row; the member that it sets, and its default, stand in the
                  options class of its section, or in `Config`
+    settings     all rows: in groups for the help, and chosen for commands
     parsers      `Setting`, and how the text of a setting becomes its value
     sources      the value of each setting: flags over variables over the file over the default
     load         `load`: the values checked as a whole, as a `Config`

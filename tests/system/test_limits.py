@@ -18,7 +18,10 @@ import pytest
 from kvd.cli.main import main
 from kvd.config.errors import StartError
 from kvd.config.load import load
-from kvd.config.settings import ENGINE_SETTINGS, HTTP_SETTINGS, INDEX_SETTINGS, SETTINGS
+from kvd.config.sections.connecting import ENGINE_SETTINGS
+from kvd.config.sections.listening import HTTP_SETTINGS
+from kvd.config.sections.state import INDEX_SETTINGS
+from kvd.config.settings import SETTINGS
 from kvd.config.sources import CONFIG
 from kvd.index.partitions import State
 from kvd.index.registry import Registry

@@ -22,12 +22,12 @@ from kvd.config.parsers import (
     parse_list,
     parse_uint,
 )
-from kvd.config.settings import (
+from kvd.config.sections.listening import (
     DEFAULT_INDEXER_BIND,
     DEFAULT_SLOT_TRACKER_BIND,
     HTTP_SETTINGS,
-    SETTINGS,
 )
+from kvd.config.settings import SETTINGS
 from kvd.config.sources import CONFIG, DEFAULTS, FACE_BINDS
 from kvd.config.workers import StaticWorker
 from kvd.http.limits import HttpLimits

@@ -16,7 +16,7 @@ import zmq
 
 import kvd.faces.common.slices
 import kvd.index.dumps
-from kvd.config.settings import MAX_DUMPS
+from kvd.config.sections.state import MAX_DUMPS
 from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.indexer import routes as indexer
 from kvd.http.app import build_app
