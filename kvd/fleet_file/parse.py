@@ -36,6 +36,8 @@ from kvd.faces.selection import tuning, workers
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.gateway.dns_names import Wanted
 from kvd.index.publishers import Described
+from kvd.index.registry import RegisteredRank
+from kvd.replica_sync.replicas import RegisteredReplica
 from kvd.selection.worker_record import WorkerRecord
 from kvd.wire.curve import check_server_key
 from kvd.wire.egress import EgressPolicy
@@ -77,7 +79,7 @@ class Table:
     check: Callable[[Any, EgressPolicy], None]
 
 
-def _check_listened(wanted: indexer.RegisteredRank | Described, outgoing: EgressPolicy) -> None:
+def _check_listened(wanted: RegisteredRank | Described, outgoing: EgressPolicy) -> None:
     outgoing.check_replica_endpoint(wanted.endpoint)
     if wanted.replay_endpoint is not None:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
@@ -93,7 +95,7 @@ def _check_worker(wanted: WorkerRecord, outgoing: EgressPolicy) -> None:
     check_server_key(wanted.curve_server_key)
 
 
-def _check_replica(wanted: replica_sync.Peer, outgoing: EgressPolicy) -> None:
+def _check_replica(wanted: RegisteredReplica, outgoing: EgressPolicy) -> None:
     outgoing.check_replica_endpoint(wanted.endpoint)
     check_server_key(wanted.server_key)
 

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvd.faces.common import replica_sync
-from kvd.faces.indexer import routes as indexer
-from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.gateway.dns_names import Wanted
 from kvd.index.publishers import Described
+from kvd.index.registry import RegisteredRank
 from kvd.model import PartitionKey
+from kvd.replica_sync.replicas import RegisteredReplica
 from kvd.selection.worker_record import WorkerRecord
+from kvd.slots.trackers import RegisteredWorker
 
 Members = dict[str, Any]
 
 
-def of_rank(rank: indexer.RegisteredRank) -> Members:
+def of_rank(rank: RegisteredRank) -> Members:
     return {
         **_partition_members(rank.key.partition),
         "instance_id": rank.key.instance_id,
@@ -34,7 +34,7 @@ def of_rank(rank: indexer.RegisteredRank) -> Members:
     }
 
 
-def of_slots(worker: slot_tracker.RegisteredWorker) -> Members:
+def of_slots(worker: RegisteredWorker) -> Members:
     return {
         **_partition_members(worker.key),
         "worker_id": worker.worker_id,
@@ -72,8 +72,8 @@ def of_upstream(wanted: Wanted) -> Members:
     return {"url": wanted.url, **({"role": "prefill"} if wanted.prefills else {})}
 
 
-def of_replica(peer: replica_sync.Peer) -> Members:
-    return {"endpoint": peer.endpoint, **_given(curve_server_key=peer.server_key)}
+def of_replica(replica: RegisteredReplica) -> Members:
+    return {"endpoint": replica.endpoint, **_given(curve_server_key=replica.server_key)}
 
 
 OF_TABLE: Mapping[str, Callable[[Any], Members]] = {

@@ -11,19 +11,15 @@ from typing import Any
 import trio
 
 from kvd.errors import Conflict
-from kvd.faces.common import replica_sync
-from kvd.faces.indexer import routes as indexer
-from kvd.faces.selection.tuning import TuningPolicy
-from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.gateway.dns_names import MEET_S, Wanted
 from kvd.gateway.upstreams import Upstreams
 from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
-from kvd.index.registry import INDEXER, Registration, Registry
-from kvd.replica_sync.replicas import Replicas
-from kvd.selection.tuning import Tuning
+from kvd.index.registry import INDEXER, RegisteredRank, Registration, Registry
+from kvd.replica_sync.replicas import RegisteredReplica, Replicas
+from kvd.selection.tuning import Tuning, TuningPolicy
 from kvd.selection.worker_record import WorkerRecord
 from kvd.selection.workers import Workers
-from kvd.slots.trackers import SlotTrackers
+from kvd.slots.trackers import RegisteredWorker, SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.wire.replica import Replica
 
@@ -51,16 +47,16 @@ class IndexerTarget(_Target):
         self._registry = registry
 
     async def add(
-        self, wanted: indexer.RegisteredRank, *, over: bool = False, known: object = None
+        self, wanted: RegisteredRank, *, over: bool = False, known: object = None
     ) -> Registration | None:
         wanted.register(self._registry)
         return self._registry.find(wanted.key)
 
-    def holds(self, wanted: indexer.RegisteredRank, known: object) -> bool:
+    def holds(self, wanted: RegisteredRank, known: object) -> bool:
         found = self._registry.find(wanted.key)
         return found is known and found is not None and INDEXER in found.owners
 
-    async def remove(self, wanted: indexer.RegisteredRank, known: object = None) -> None:
+    async def remove(self, wanted: RegisteredRank, known: object = None) -> None:
         (model_name, tenant_id), instance_id, dp_rank = wanted.key
         await self._registry.unregister(instance_id, model_name, tenant_id, dp_rank)
 
@@ -72,19 +68,19 @@ class SlotTrackerTarget(_Target):
         self._slots = slots
 
     async def add(
-        self, wanted: slot_tracker.RegisteredWorker, *, over: bool = False, known: object = None
+        self, wanted: RegisteredWorker, *, over: bool = False, known: object = None
     ) -> range | None:
         await self._slots.settled(wanted.key)
         self._slots.register(*wanted)
         return self._found(wanted)
 
-    def holds(self, wanted: slot_tracker.RegisteredWorker, known: object) -> bool:
+    def holds(self, wanted: RegisteredWorker, known: object) -> bool:
         return self._found(wanted) is known
 
-    async def remove(self, wanted: slot_tracker.RegisteredWorker, known: object = None) -> None:
+    async def remove(self, wanted: RegisteredWorker, known: object = None) -> None:
         await self._slots.unregister(wanted.key, wanted.worker_id)
 
-    def _found(self, wanted: slot_tracker.RegisteredWorker) -> range | None:
+    def _found(self, wanted: RegisteredWorker) -> range | None:
         tracker = self._slots.trackers.get(wanted.key)
         return None if tracker is None else tracker.workers.get(wanted.worker_id)
 
@@ -196,14 +192,14 @@ class ReplicaTarget(_Target):
         self._replicas = replicas
 
     async def add(
-        self, wanted: replica_sync.Peer, *, over: bool = False, known: object = None
+        self, wanted: RegisteredReplica, *, over: bool = False, known: object = None
     ) -> Replica | None:
         if not self._replicas.register(*wanted):
             raise Conflict(f"{wanted.endpoint} already registered")
         return self._replicas.find(wanted.endpoint)
 
-    def holds(self, wanted: replica_sync.Peer, known: object) -> bool:
+    def holds(self, wanted: RegisteredReplica, known: object) -> bool:
         return self._replicas.find(wanted.endpoint) is known
 
-    async def remove(self, wanted: replica_sync.Peer, known: object = None) -> None:
+    async def remove(self, wanted: RegisteredReplica, known: object = None) -> None:
         await self._replicas.deregister(wanted.endpoint)

@@ -45,6 +45,26 @@ INDEXER = "indexer"  # the face that registers if no other is named
 
 
 @dataclass(frozen=True, slots=True)
+class RegisteredRank:
+    """A rank as it is registered."""
+
+    key: RankKey
+    endpoint: str
+    block_size: int  # tokens
+    replay_endpoint: str | None
+    server_key: str | None  # its public CURVE key; None without CURVE
+
+    def register(self, registry: Registry) -> None:
+        registry.register(
+            self.key,
+            self.endpoint,
+            self.block_size,
+            self.replay_endpoint,
+            server_key=self.server_key,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """One rank as it was registered, and its listener."""
 

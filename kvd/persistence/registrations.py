@@ -22,10 +22,7 @@ import trio
 
 from kvd.config.load import Config
 from kvd.errors import KvdError
-from kvd.faces.common.replica_sync import Peer
 from kvd.faces.gateway.engines import CALLS
-from kvd.faces.indexer.routes import RegisteredRank
-from kvd.faces.slot_tracker.routes import RegisteredWorker
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.none import FleetFile
 from kvd.fleet_file.parse import TABLES
@@ -34,12 +31,12 @@ from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import Upstreams
 from kvd.index.peers import Peers
 from kvd.index.publishers import EVERY_INSTANCE, Described, Publishers
-from kvd.index.registry import INDEXER, Registry
+from kvd.index.registry import INDEXER, RegisteredRank, Registry
 from kvd.persistence.frames import Damaged, Frame, frame, packed, unpacked
-from kvd.replica_sync.replicas import Replicas
+from kvd.replica_sync.replicas import RegisteredReplica, Replicas
 from kvd.selection.service import Selections
 from kvd.selection.tuning import TuningKey
-from kvd.slots.trackers import SlotTrackers
+from kvd.slots.trackers import RegisteredWorker, SlotTrackers
 from kvd.telemetry.logs import get_logger
 
 # Kinds of frames.
@@ -178,7 +175,8 @@ class Registrations:
                 yield "upstream", Wanted(upstream.url, upstream.prefills), upstream
         for replica in list(faces.replicas.all()):
             if replica.endpoint not in self._replicas:
-                yield "replica", Peer(replica.endpoint, replica.server_key), replica
+                wanted = RegisteredReplica(replica.endpoint, replica.server_key)
+                yield "replica", wanted, replica
 
     def router_settings(self) -> Iterator[KeptSettings]:
         """Yields the router settings that clients have made, by model and by tenant."""

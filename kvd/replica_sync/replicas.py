@@ -12,7 +12,7 @@ Each event of a replica is applied on one face only, since all faces weigh on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvd.errors import Conflict, NotFound, Unavailable
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
@@ -47,6 +47,13 @@ def apply_once(event: Lifecycle, now: float, faces: Mapping[Face, Apply]) -> Out
         if outcome is not Outcome.UNKNOWN_MODEL:
             last = outcome
     return last
+
+
+class RegisteredReplica(NamedTuple):
+    """A replica as it is registered."""
+
+    endpoint: str
+    server_key: str | None  # its public CURVE key; None without CURVE
 
 
 class Links(Protocol):

@@ -10,14 +10,22 @@ A key is a model with a tenant, or a model with all its tenants.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.errors import Conflict, NotFound
 from kvd.model import PartitionKey
 from kvd.selection.candidates import Candidates
+from kvd.selection.policies import Policy
 from kvd_core.selector.settings import Settings
 
 TuningKey = tuple[str, str | None]  # model, tenant; None means all tenants of the model
+
+
+class TuningPolicy(NamedTuple):
+    """A policy, and the model, or the tenant of a model, for which it is set."""
+
+    key: TuningKey
+    policy: Policy
 
 
 class Tuning:

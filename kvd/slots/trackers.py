@@ -37,6 +37,16 @@ MAX_DP_SIZE = 4096  # ranks of one worker, as in Dynamo
 U32_MAX = 2**32 - 1
 
 
+class RegisteredWorker(NamedTuple):
+    """A worker as it is registered."""
+
+    key: PartitionKey
+    worker_id: int
+    block_size: int  # tokens
+    dp_start: int
+    dp_size: int
+
+
 class WorkerRow(NamedTuple):
     """One registered worker."""
 

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 from kvd.faces.common import bodies
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
-from kvd.replica_sync.replicas import Replicas
+from kvd.replica_sync.replicas import RegisteredReplica, Replicas
 from kvd_core.json.scan import BodyScanner
 
 REGISTERED = ("endpoint", "curve_server_key")
 PEER = BodyScanner({}, REGISTERED)
-
-
-class Peer(NamedTuple):
-    """A replica as it is registered."""
-
-    endpoint: str
-    server_key: str | None  # its public CURVE key; None without CURVE
 
 
 def routes(replicas: Replicas) -> tuple[Route, ...]:
@@ -48,11 +40,11 @@ def register_peer(replicas: Replicas, request: Request) -> Response:
     return Response(201 if new else 200, bodies.OK)
 
 
-def read_peer(body: bytes) -> Peer:
+def read_peer(body: bytes) -> RegisteredReplica:
     """Returns the replica that a registration describes."""
     members = bodies.scan(PEER, body)
     endpoint = bodies.bounded(bodies.text(members, "endpoint"), "endpoint")
-    return Peer(endpoint, bodies.optional_text(members, "curve_server_key"))
+    return RegisteredReplica(endpoint, bodies.optional_text(members, "curve_server_key"))
 
 
 async def deregister_peer(replicas: Replicas, request: Request) -> Response:

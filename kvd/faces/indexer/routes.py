@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -22,7 +21,7 @@ from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
-from kvd.index.registry import INDEXER, Registry, by_instance
+from kvd.index.registry import INDEXER, RegisteredRank, Registry, by_instance
 from kvd.model import RankKey
 from kvd.telemetry.metrics import Family, counter, gauge
 from kvd.telemetry.stretches import DUMP
@@ -95,26 +94,6 @@ def _hot(path: str, handler: HotHandler) -> Route:
 
 def _admin(path: str, handler: Handler) -> Route:
     return Route("POST", path, handler, hot=True, scope=Scope.ADMIN)
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredRank:
-    """A rank as it is registered."""
-
-    key: RankKey
-    endpoint: str
-    block_size: int  # tokens
-    replay_endpoint: str | None
-    server_key: str | None  # its public CURVE key; None without CURVE
-
-    def register(self, registry: Registry) -> None:
-        registry.register(
-            self.key,
-            self.endpoint,
-            self.block_size,
-            self.replay_endpoint,
-            server_key=self.server_key,
-        )
 
 
 def register(registry: Registry, request: Request) -> Response:

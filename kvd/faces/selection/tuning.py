@@ -5,7 +5,7 @@ A change to a model holds for all its tenants; a change to one tenant wins over 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
@@ -14,18 +14,11 @@ from kvd.http.messages import Request, Response
 from kvd.selection.options import THRESHOLDS, RouterMode
 from kvd.selection.policies import MEMBERS, Policy, RouterPolicy, weights_of
 from kvd.selection.service import Selections
-from kvd.selection.tuning import TuningKey
+from kvd.selection.tuning import TuningKey, TuningPolicy
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 OFF = "off"  # the value of a threshold that is not applied
-
-
-class TuningPolicy(NamedTuple):
-    """A policy, and the model, or the tenant of a model, for which it is set."""
-
-    key: TuningKey
-    policy: Policy
 
 
 MODEL = ("model", "model_name")  # the documented name, and that of the other routes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 from kvd.errors import NotFound
 from kvd.faces.common import bodies
@@ -21,7 +20,7 @@ from kvd.http.hot import HotHandler
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.model import PartitionKey
-from kvd.slots.trackers import SlotTrackers, Tracker, WorkerRow
+from kvd.slots.trackers import RegisteredWorker, SlotTrackers, Tracker, WorkerRow
 from kvd_core.json.scan import BodyScanner
 
 # Workers in a list that are written between two checkpoints: at most about 1 ms.
@@ -58,16 +57,6 @@ def routes(slots: SlotTrackers) -> tuple[Route, ...]:
 def _step(path: str, handler: HotHandler) -> Route:
     """Returns the route of a step in a request's life."""
     return Route("POST", path, handler, hot=True, scope=Scope.LIFECYCLE)
-
-
-class RegisteredWorker(NamedTuple):
-    """A worker as it is registered."""
-
-    key: PartitionKey
-    worker_id: int
-    block_size: int  # tokens
-    dp_start: int
-    dp_size: int
 
 
 async def register(slots: SlotTrackers, request: Request) -> Response:
