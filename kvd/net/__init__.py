@@ -6,6 +6,7 @@ sessions, link, backlog      keep a subscription alive, one link after another; 
                              a link; received messages that wait to be applied
 zmtp_link, zmq_link          the link where kvd speaks ZMTP itself; the link through libzmq
 arrivals, heartbeats         one epoll set for all ZMTP links; one task that pings silent engines
+per_run                      makes those two when a trio run first needs them
 streams                      sockets for resolved addresses
 replay, turns                fetches missing batches from an engine's replay server; shares the
                              loop's time among listeners

@@ -21,6 +21,7 @@ import trio
 
 from kvd.http.fast_path import ALL, NOTHING, SOME
 from kvd.http.idle_poll import Turn, polled_when_idle
+from kvd.net.per_run import OnePerRun
 
 # Longest time for which messages are served in a row before other tasks run.
 ROW_NS = 500_000
@@ -109,14 +110,4 @@ class _Wait:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-_current: trio.lowlevel.RunVar[Arrivals | None] = trio.lowlevel.RunVar("arrivals", None)
-
-
-def arrivals() -> Arrivals:
-    """Returns the `Arrivals` of this trio run, started at the first call."""
-    here = _current.get()
-    if here is None:
-        here = Arrivals()
-        _current.set(here)
-        trio.lowlevel.spawn_system_task(here.run)
-    return here
+arrivals = OnePerRun(Arrivals)

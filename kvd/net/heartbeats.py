@@ -12,6 +12,8 @@ from typing import NoReturn
 
 import trio
 
+from kvd.net.per_run import OnePerRun
+
 AT_ONCE = 32  # checks between two checkpoints: a ping takes some 10 us
 
 # Is given the time; returns the time of the next check, which may be infinite. It must not raise.
@@ -64,14 +66,4 @@ class Heartbeats:
             self._plan(when, number)
 
 
-_current: trio.lowlevel.RunVar[Heartbeats | None] = trio.lowlevel.RunVar("heartbeats", None)
-
-
-def heartbeats() -> Heartbeats:
-    """Returns the `Heartbeats` of this trio run, started at the first call."""
-    here = _current.get()
-    if here is None:
-        here = Heartbeats()
-        _current.set(here)
-        trio.lowlevel.spawn_system_task(here.run)
-    return here
+heartbeats = OnePerRun(Heartbeats)
