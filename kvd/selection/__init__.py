@@ -2,9 +2,10 @@
 
     Selections                                                      service
       ├ workers: worker id ──> record, lifecycle, reasons           the catalog, and its changes
-      ├ scheduler: select, wait, stop                               chooses ranks, at once or later
+      ├ scheduler: select, wait, stop                               serves, at once or later
+      ├ chooser: choose, weigh                                      which rank; books nothing
       ├ reservations: reservation id ──> Candidates                 ids are unique service-wide
-      └ candidates: (model, tenant) ──> Candidates                  shared by these three
+      └ candidates: (model, tenant) ──> Candidates                  shared by all of these
                                      ├ pool     kvd_core: the ranks that can be chosen, and the
                                      │          blocks that they should cache (kvd_core.index)
                                      ├ ledger   kvd_core: their live requests
@@ -15,7 +16,8 @@ after the other and may wait for listeners to end. Everything else is one atomic
 awaits between choosing a rank and booking it.
 
     service                    `Selections`: the parts above, wired for the daemon and the face
-    scheduler, queue           chooses ranks, at once or later; the selections that wait
+    scheduler, queue           serves selections, at once or later; those that wait
+    chooser, replies           chooses a rank for a matched prompt, or weighs all; the answers
     immediate                  ordinary selections, and steps of reservations, that need neither
                                scheduler nor observers; compiled
     weighing                   how a rank would be chosen: the basis, costs and their terms, chances

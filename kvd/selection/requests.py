@@ -59,6 +59,11 @@ class SelectRequest:
     slo_ttft_s: float | None = None  # ranks that are expected to keep this limit are preferred
     retry: Retry | None = None  # if given, a repeated request gets its first answer again
 
+    @property
+    def phases(self) -> tuple[Phase | None, ...]:
+        """The phases for which a rank is chosen each."""
+        return (Phase.PREFILL, Phase.DECODE) if self.phase is Phase.BOTH else (self.phase,)
+
     def constraints_in(self, phase: Phase | None) -> Constraints | None:
         """Returns the constraints of one phase; for BOTH, a pinned worker applies to the decode."""
         if phase is Phase.PREFILL and self.phase is Phase.BOTH and self.constraints is not None:

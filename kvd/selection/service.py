@@ -11,9 +11,11 @@ from kvd.model import PartitionKey
 from kvd.platform.descriptors import MAX_WAITING
 from kvd.selection.affinity import Affinity
 from kvd.selection.candidates import Candidates
+from kvd.selection.chooser import RankChooser
 from kvd.selection.options import RouterOptions
 from kvd.selection.readiness import Readiness
 from kvd.selection.regret import Regret
+from kvd.selection.replies import Replies
 from kvd.selection.reservations import Reservations
 from kvd.selection.scheduler import Scheduler
 from kvd.selection.speeds import Speeds
@@ -83,17 +85,18 @@ class Selections:
         self._adjusted_at = clock()
         self.stats = SelectionStats()
         self.choice_stats = self.stats.choice_stats
+        self.chooser = RankChooser(
+            self.candidates, self.draws, clock, registry, self.speeds, self.affinity
+        )
         self.scheduler = Scheduler(
             self.candidates,
             options,
             self.reservations,
-            self.draws,
+            self.chooser,
+            Replies(self.chooser, options, self.stats),
             clock,
             self.stats,
             max_waiting,
-            registry,
-            self.speeds,
-            self.affinity,
         )
         self.tuning = Tuning(self.candidates, options.settings, self.scheduler.retry_all)
         self.streams = Streams(

@@ -1,6 +1,6 @@
 """Explains why a request goes where it goes: /explain of every face, behind `kvd explain`.
 
-    body ──> Question ─┬─ Scheduler.weigh: chances, terms of each rank's cost
+    body ──> Question ─┬─ RankChooser.weigh: chances, terms of each rank's cost
                        └─ Traces: how far each rank caches the prompt, why it ends, what happened
                                                                         └─> Explanation, as JSON
 

@@ -83,7 +83,7 @@ class Explainer:
         candidates = self.selections.candidates.get(question.key)
         if candidates is None or not candidates.workers:
             return []
-        return self.selections.scheduler.weigh(question.selection, question.lookup)
+        return self.selections.chooser.weigh(question.selection, question.lookup)
 
     def _block_size(self, question: ExplainRequest, partition: Partition | None) -> int:
         candidates = self.selections.candidates.get(question.key)

@@ -83,7 +83,7 @@ async def test_a_busy_rank_may_keep_a_limit_while_another_is_idle() -> None:
     answer = service.select(list(range(250)), slo_ttft_s=0.5)
     assert (answer["worker_id"], answer["slo_met"]) == (1, True)
     ask = service.ask(slo_ttft_s=0.5)
-    [weighed] = service.selections.scheduler.weigh(ask, lookup(list(range(250))))
+    [weighed] = service.selections.chooser.weigh(ask, lookup(list(range(250))))
     assert [chance.position for chance in weighed.chances] == [0]
 
 
