@@ -303,7 +303,7 @@ def _restore_sessions(
     affinity = selections.affinity
     if affinity is None:
         return
-    live = selections.reservations.live
+    live = selections.reservations.owner_of
     held = {bound for reservation_id, bound in bookings.held.items() if reservation_id in live}
     for number, lease in enumerate(bookings.leases.values(), 1):
         # The time to live of a session does not run while a request holds it.

@@ -17,7 +17,7 @@ cdef class ImmediateSelection:
     cdef object selections, reservations, scheduler
     cdef Draws draws
     cdef ChoiceStats choice_stats
-    cdef dict live                 # Candidates by reservation id
+    cdef dict owner_of             # Candidates by reservation id
     cdef list replicas, observers  # subscribers to steps (kvd.slots.live_requests)
     cdef Sample sample             # picks the requests whose steps observers get
     cdef readonly double booked_at  # seconds, when the last booking was made
@@ -36,7 +36,7 @@ cdef class ImmediateSelection:
 
 cdef class ImmediateSteps:
     cdef object reservations, scheduler
-    cdef dict live
+    cdef dict owner_of
     cdef list replicas, observers
     cdef Sample sample
     cdef dict leases         # session leases by reservation id; `reservations` ends these

@@ -37,7 +37,7 @@ cdef class ImmediateSelection:
         self.scheduler = selections.scheduler
         self.draws = selections.draws
         self.choice_stats = selections.choice_stats
-        self.live = selections.reservations.live
+        self.owner_of = selections.reservations.owner_of
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
         self.sample = selections.reservations.sample
@@ -45,7 +45,7 @@ cdef class ImmediateSelection:
     cpdef bint suits(self, candidates, str reservation_id, str session_id) except -1:
         if candidates is None or not candidates.workers:
             return False
-        if reservation_id is not None and (self.replicas or reservation_id in self.live):
+        if reservation_id is not None and (self.replicas or reservation_id in self.owner_of):
             return False
         if session_id is not None and self.selections.affinity is not None:
             return False
@@ -103,7 +103,7 @@ cdef class ImmediateSelection:
         if pool.ledger.admit(&admission) != kAdded:
             return False
         pool.c.predict(candidate, admission.now)
-        self.live[reservation_id] = candidates
+        self.owner_of[reservation_id] = candidates
         self.booked_at = admission.now
         if self.observers and self.sample.takes(reservation_id):
             self.reservations.observe_begin(candidates, reservation_id)
@@ -117,7 +117,7 @@ cdef class ImmediateSteps:
         """Takes the daemon's selections."""
         self.reservations = selections.reservations
         self.scheduler = selections.scheduler
-        self.live = selections.reservations.live
+        self.owner_of = selections.reservations.owner_of
         self.replicas = selections.reservations.steps.subscribers
         self.observers = selections.reservations.moments.subscribers
         self.sample = selections.reservations.sample
@@ -145,11 +145,11 @@ cdef class ImmediateSteps:
             self.reservations.free(reservation_id)
         else:
             ledger.end(live)
-            del self.live[reservation_id]
+            del self.owner_of[reservation_id]
         return 0
 
     cdef Ledger ledger_of(self, str reservation_id):
-        candidates = self.live.get(reservation_id)
+        candidates = self.owner_of.get(reservation_id)
         if candidates is None or self.replicas:
             return None
         if self.observers and self.sample.takes(reservation_id):

@@ -53,7 +53,7 @@ class Reservations(LiveRequests[Candidates]):
         if there is one; the ledgers record everything else themselves.
         """
         super().__init__(candidates, expiry_s, clock)
-        self.live: dict[str, Candidates] = {}  # by id: where it is booked
+        self.owner_of: dict[str, Candidates] = {}  # by id of a live reservation
         self.retries = Retries(max_retries, journal)
         self._candidates = candidates
         self._ledgers = ledgers
@@ -77,7 +77,7 @@ class Reservations(LiveRequests[Candidates]):
 
     def check_new(self, reservation_id: str | None) -> None:
         """Raises Conflict if the id belongs to a live reservation."""
-        if reservation_id is not None and reservation_id in self.live:
+        if reservation_id is not None and reservation_id in self.owner_of:
             raise Conflict(f"reservation {reservation_id} already exists")
 
     def reserve(
@@ -140,7 +140,7 @@ class Reservations(LiveRequests[Candidates]):
         blocks = chosen.phase is not Phase.PREFILL
         if self._affinity is not None and blocks:
             self._affinity.booked(candidates, request, reservation_id, rank)
-        self.live[reservation_id] = candidates
+        self.owner_of[reservation_id] = candidates
         hashes = partial(_hashes, pool, blocks)
         self.begun(
             candidates,
@@ -190,7 +190,7 @@ class Reservations(LiveRequests[Candidates]):
         _admitted(outcome, reservation_id)
         if predicts:
             pool.predict(candidate, now)
-        self.live[reservation_id] = candidates
+        self.owner_of[reservation_id] = candidates
         hashes = partial(_hashes, pool, blocks)
         self.begun(candidates, reservation_id, rank, hashes, tokens, expected)
         return candidates.workers[worker_id], Receipt(candidates, reservation_id, now)
@@ -205,7 +205,7 @@ class Reservations(LiveRequests[Candidates]):
     def prefill_complete(self, reservation_id: str) -> None:
         """Ends the prefill of a reservation; repeating it is no error. Raises NotFound."""
         ended = self._end_prefill(reservation_id, is_complete=True)
-        if reservation_id in self.live or not ended:
+        if reservation_id in self.owner_of or not ended:
             self.complete(self._candidates_of(reservation_id), reservation_id)
 
     def output_block(self, reservation_id: str, fraction: float | None) -> None:
@@ -232,7 +232,7 @@ class Reservations(LiveRequests[Candidates]):
     def free(self, reservation_id: str) -> None:
         """Ends a reservation; raises NotFound."""
         ended = self._end_prefill(reservation_id, is_complete=False)
-        if reservation_id in self.live or not ended:
+        if reservation_id in self.owner_of or not ended:
             self.end(self._candidates_of(reservation_id), reservation_id)
 
     def _end_prefill(self, reservation_id: str, *, is_complete: bool) -> bool:
@@ -241,8 +241,8 @@ class Reservations(LiveRequests[Candidates]):
         Observers learn how long a prefill has taken only if it `is_complete`.
         """
         prefill_id = reservation_id + PREFILL_SUFFIX
-        candidates = self.live.get(prefill_id)
-        if candidates is None or self.live.get(reservation_id, candidates) is not candidates:
+        candidates = self.owner_of.get(prefill_id)
+        if candidates is None or self.owner_of.get(reservation_id, candidates) is not candidates:
             return False
         if is_complete:
             self.complete(candidates, prefill_id)
@@ -261,7 +261,7 @@ class Reservations(LiveRequests[Candidates]):
         yield from super().expire(now)
 
     def _candidates_of(self, reservation_id: str) -> Candidates:
-        candidates = self.live.get(reservation_id)
+        candidates = self.owner_of.get(reservation_id)
         if candidates is None:
             raise NotFound(f"reservation {reservation_id} not found")
         return candidates
@@ -269,13 +269,13 @@ class Reservations(LiveRequests[Candidates]):
     # ---- hooks of LiveRequests
 
     def _is_elsewhere(self, owner: Candidates, request_id: str) -> bool:
-        return self.live.get(request_id, owner) is not owner
+        return self.owner_of.get(request_id, owner) is not owner
 
     def _enter(self, owner: Candidates, request_id: str) -> None:
-        self.live[request_id] = owner
+        self.owner_of[request_id] = owner
 
     def _forget(self, request_id: str) -> None:
-        self.live.pop(request_id, None)
+        self.owner_of.pop(request_id, None)
         self.retries.ended(request_id)
         if self._affinity is not None:
             self._affinity.ended(request_id)

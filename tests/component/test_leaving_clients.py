@@ -122,7 +122,7 @@ async def test_who_leaves_right_after_asking_has_reserved_nothing(
 
     routes = selection_routes(service.selections)
     await leave_at_once(routes, LEAVING[leaving], parked, ask)
-    assert not service.selections.reservations.live
+    assert not service.selections.reservations.owner_of
     assert service.candidates().ledger.stats()["requests"] == 0
     service.check()
 
@@ -247,7 +247,7 @@ async def test_sixty_four_clients_that_leave_at_any_moment(seed: int) -> None:
             for caller in callers:
                 nursery.start_soon(caller.run)
         await running.until_empty()
-    live = set(selections.reservations.live)
+    live = set(selections.reservations.owner_of)
     unsure = set[str]().union(*(caller.unsure for caller in callers))
     assert not live & set[str]().union(*(caller.not_booked for caller in callers))
     unheard = live - unsure  # reservations with names chosen by the server

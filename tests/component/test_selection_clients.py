@@ -141,7 +141,7 @@ class World:
         known = [left, *(caller.live() for caller in self.clients)]
         live = {name: one for some in known for name, one in some.items()}
         assert sum(map(len, known)) == len(live)  # ids are unique
-        assert live.keys() == self.service.selections.reservations.live.keys()
+        assert live.keys() == self.service.selections.reservations.owner_of.keys()
         model = ModelLedger()
         for worker_id, size in self.workers.items():
             for dp_rank in range(size):
@@ -177,7 +177,7 @@ class World:
     def end_left(self) -> None:
         """Ends bookings whose clients have left, so that ranks do not stay busy with them."""
         reservations = self.service.selections.reservations
-        for name in self.left.keys() & reservations.live.keys():
+        for name in self.left.keys() & reservations.owner_of.keys():
             reservations.free(name)
         self.left.clear()
 
@@ -185,7 +185,7 @@ class World:
         """Ends the bookings of clients that leave in the last round, until all clients are done."""
         reservations = self.service.selections.reservations
         while clients.child_tasks:
-            for name in self.unsure.keys() & reservations.live.keys():
+            for name in self.unsure.keys() & reservations.owner_of.keys():
                 reservations.free(name)
             await trio.sleep(0.002)
 
@@ -376,7 +376,7 @@ async def test_clients_at_once_account_as_the_model(seed: int) -> None:
             await world.end_the_last(nursery)
         world.resolve()
         world.end_left()
-    assert not service.selections.reservations.live and not service.selections.scheduler.held
+    assert not service.selections.reservations.owner_of and not service.selections.scheduler.held
     assert not service.candidates().queue._queues
     stats = service.candidates().ledger.stats()
     assert (stats["requests"], stats["blocks"], stats["output_blocks"]) == (0, 0, 0)

@@ -100,7 +100,7 @@ class Replica:
 
     def knows(self, request: Request) -> bool:
         if request.face is Face.SELECTION:
-            return request.name in self.selections.reservations.live
+            return request.name in self.selections.reservations.owner_of
         return self.slots.tracker(*KEY).ledger.request(request.name) is not None
 
     def take(self, request: Request, step: str) -> None:

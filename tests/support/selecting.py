@@ -127,14 +127,16 @@ class Service:
             self.check_pool(candidates)
             candidates.ledger.verify()
             mine = {
-                name: one for name, one in selections.reservations.live.items() if one is candidates
+                name: one
+                for name, one in selections.reservations.owner_of.items()
+                if one is candidates
             }
             assert all(candidates.ledger.request(name) is not None for name in mine)
             assert len(mine) == candidates.ledger.stats()["requests"]
             live |= mine
             held += len(candidates.queue)
             assert candidates.ledger.loads.eased is not None or not len(candidates.queue)
-        assert live.keys() == selections.reservations.live.keys()
+        assert live.keys() == selections.reservations.owner_of.keys()
         assert held == selections.scheduler.held
         if not held:
             assert all(f.ledger.loads.eased is None for f in selections.candidates.values())

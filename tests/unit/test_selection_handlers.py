@@ -128,7 +128,8 @@ class Face:
     def state(self) -> Any:
         """Returns everything that a request may change."""
         live = {
-            name: candidates.key for name, candidates in self.selections.reservations.live.items()
+            name: candidates.key
+            for name, candidates in self.selections.reservations.owner_of.items()
         }
         return (live, self.counted()), [
             (
@@ -479,7 +480,7 @@ def test_predictions_are_made_of_what_is_booked_at_once() -> None:
 def test_what_is_booked_is_as_old_as_the_clock_says() -> None:
     face = Face()
     assert face.answered(RESERVE, BOOKED)
-    booked = face.selections.reservations.live["c"].ledger.request("c")
+    booked = face.selections.reservations.owner_of["c"].ledger.request("c")
     assert booked is not None and booked.admitted_at == NOW
 
 

@@ -11,7 +11,9 @@ from kvd.telemetry.metrics import BREATH, Family, counter, gauge
 def booking_families(selections: Selections) -> Iterator[Family | None]:
     reservations = selections.reservations
     retries = reservations.retries
-    yield gauge("kvd_selection_reservations", "Number of live reservations", len(reservations.live))
+    yield gauge(
+        "kvd_selection_reservations", "Number of live reservations", len(reservations.owner_of)
+    )
     help = "Number of reservations freed because their client left before its answer"
     yield counter("kvd_selection_given_back_total", help, reservations.given_back)
     help = "Number of reservations dropped for their age"

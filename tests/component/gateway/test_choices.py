@@ -124,6 +124,6 @@ async def test_a_client_that_leaves_while_it_waits_for_a_free_rank_waits_no_more
         await until(lambda: gateway.selections.scheduler.held == 0)
         await gateway.running.until(client_gone=1)
         assert gateway.stats.ended[Ended.CLIENT_GONE] == 1
-        assert list(gateway.selections.reservations.live) == ["busy"]
+        assert list(gateway.selections.reservations.owner_of) == ["busy"]
         gateway.choices.free("busy")
         await gateway.about()

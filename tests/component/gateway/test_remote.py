@@ -60,7 +60,7 @@ class KvdProcess:
 
     @property
     def booked(self) -> set[str]:
-        return set(self.service.selections.reservations.live)
+        return set(self.service.selections.reservations.owner_of)
 
     @property
     def workers(self) -> set[int]:

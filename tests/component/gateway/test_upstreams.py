@@ -382,7 +382,7 @@ async def test_an_engine_that_leaves_as_it_is_chosen_costs_nothing(returns: bool
         (url,) = left
         assert reply.status == 200, reply.body
         assert reply.headers["x-kvd-endpoint"] in {each.url for each in running} - {url}
-        assert not inner.selections.reservations.live
+        assert not inner.selections.reservations.owner_of
 
 
 async def leaving(inner: InnerGateway, returns: bool) -> list[str]:

@@ -225,7 +225,7 @@ def shown(service: Service) -> Any:
         listeners,
         service.listeners.starts,
         loads,
-        set(selections.reservations.live),
+        set(selections.reservations.owner_of),
     )
 
 
@@ -327,7 +327,7 @@ async def test_what_an_upsert_keeps(change: dict[str, Any], kept: str, restarted
     service.reserve("b", (1, 1), [1, 2], 8)
     starts = service.listeners.starts
     assert (await service.selections.workers.put(replace(old, **change))).reasons == []
-    assert "".join(sorted(service.selections.reservations.live)) == kept
+    assert "".join(sorted(service.selections.reservations.owner_of)) == kept
     assert service.listeners.starts - starts == restarted
     freed = {event.request_id for event in service.events if event.step is Step.FREE}
     assert freed == {"a", "b"} - set(kept)  # replicas are notified
@@ -354,7 +354,9 @@ async def test_a_patch_may_end_a_worker() -> None:
     service.reserve("a", (1, 0), [1, 2], 8)
     entry = await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
     assert (
-        entry.reasons and not service.selections.reservations.live and not service.listeners.running
+        entry.reasons
+        and not service.selections.reservations.owner_of
+        and not service.listeners.running
     )
     service.check()
     entry = await service.selections.workers.patch(
@@ -371,7 +373,7 @@ async def test_what_is_deleted_is_gone() -> None:
     service.reserve("a", (1, 0), [1, 2], 8)
     service.reserve("b", (2, 0), [1, 2], 8)
     assert (await service.selections.workers.delete(1)).record == TWO
-    assert set(service.selections.reservations.live) == {"b"}
+    assert set(service.selections.reservations.owner_of) == {"b"}
     with pytest.raises(NotFound):
         await service.selections.workers.delete(1)
     with pytest.raises(NotFound):
@@ -389,7 +391,7 @@ async def test_what_is_booked_on_a_leaving_worker_ends_in_slices(nursery: trio.N
     many = 6 * REMOVAL_SLICE
     for number in range(many):
         service.reserve(str(number), (1, 0), [1, number], 8)
-    live, stats = service.selections.reservations.live, service.candidates().ledger.stats
+    live, stats = service.selections.reservations.owner_of, service.candidates().ledger.stats
     nursery.start_soon(service.selections.workers.delete, 1)
     seen = set()
     while live:
@@ -428,7 +430,7 @@ async def test_ranks_that_stay_serve_while_others_leave_in_slices(nursery: trio.
     for number in range(many):
         service.reserve(str(number), (1, 1), [1, number], 8)
     service.reserve("stays", (1, 0), [1, 2], 8)
-    live = service.selections.reservations.live
+    live = service.selections.reservations.owner_of
     nursery.start_soon(service.selections.workers.put, replace(TWO, data_parallel_size=1))
     seen = set()
     while len(live) > 1:
@@ -478,7 +480,7 @@ async def test_other_ranks_of_a_worker_serve_while_the_old_ones_leave(
 ) -> None:
     service = await ready(TWO)
     many = booked(service, (1, 0), (1, 1))
-    live = service.selections.reservations.live
+    live = service.selections.reservations.owner_of
     nursery.start_soon(service.selections.workers.put, OTHERS)
     seen = set()
     while live:
@@ -500,7 +502,7 @@ async def test_a_worker_serves_another_model_while_its_old_reservations_end(
 ) -> None:
     service = await ready(TWO, worker(2))
     many = booked(service, (1, 0), (1, 1))
-    live = service.selections.reservations.live
+    live = service.selections.reservations.owner_of
     moved = worker(1, N, block_size=2 * BLOCK_SIZE)
     nursery.start_soon(service.selections.workers.put, moved)
     while live:
@@ -519,7 +521,7 @@ async def test_those_that_wait_get_new_ranks_before_the_old_ones_have_left(
     service = Service(RouterOptions(Settings(queue_threshold=1.0)))
     await service.selections.workers.put(replace(TWO, **busy))
     booked(service, (1, 0), (1, 1))
-    live = service.selections.reservations.live
+    live = service.selections.reservations.owner_of
     held = service.select([1, 2])
     assert isinstance(held, QueuedRequest)
     nursery.start_soon(service.selections.scheduler.wait, held)
@@ -539,7 +541,7 @@ async def test_new_ranks_come_after_the_old_ones_where_both_do_not_fit(
 ) -> None:
     service = await ready(TWO)
     booked(service, (1, 0), (1, 1))
-    live = service.selections.reservations.live
+    live = service.selections.reservations.owner_of
     after = OTHERS
     if why == "another block size":  # a new ledger, which has none of the old reservations
         after = replace(TWO, block_size=2 * BLOCK_SIZE)
@@ -564,9 +566,9 @@ async def test_replicas_book_nothing_on_ranks_that_leave(nursery: trio.Nursery) 
     reservations = service.selections.reservations
     nursery.start_soon(service.selections.workers.put, OTHERS)
     seen = set()
-    while reservations.live:
+    while reservations.owner_of:
         await trio.lowlevel.checkpoint()
-        if 0 < len(reservations.live) < many:
+        if 0 < len(reservations.owner_of) < many:
             for dp_rank in TWO.ranks:
                 add = Event(M, BLOCK_SIZE, "theirs", 1, dp_rank, Step.ADD, b"", 8, router_id=1)
                 seen.add(reservations.apply(add, service.now))
@@ -585,7 +587,7 @@ async def test_replicas_are_notified_of_steps_while_the_last_worker_leaves(
     nursery.start_soon(service.selections.workers.delete, 1)
     while service.candidates().workers:
         await trio.lowlevel.checkpoint()
-    last = list(reservations.live)[-1]
+    last = list(reservations.owner_of)[-1]
     reservations.prefill_complete(last)
     reservations.free(last)
     steps = [each for each in service.events if each.request_id == last]
@@ -611,7 +613,7 @@ async def test_bookings_can_be_ended_while_their_worker_changes(
         assert service.select([1, 2])["worker_id"] == 1
         await trio.testing.wait_all_tasks_blocked()
         service.check()
-    assert set(service.selections.reservations.live) == {"c"}
+    assert set(service.selections.reservations.owner_of) == {"c"}
 
 
 # ---- the whole catalog of a model
@@ -627,7 +629,7 @@ async def test_a_set_is_idempotent() -> None:
         assert [entry.record for entry in entries] == wanted
         found = await service.selections.workers.listed(None, None)
         assert [entry.record for entry in found] == wanted
-        assert set(service.selections.reservations.live) == {"b"}
+        assert set(service.selections.reservations.owner_of) == {"b"}
         service.check()
     assert service.listeners.starts == 5
     assert await service.selections.workers.put_all(M, []) == []
@@ -666,7 +668,7 @@ async def test_a_set_may_change_the_block_size() -> None:
     entries = await service.selections.workers.put_all(M, wanted)
     assert [entry.reasons for entry in entries] == [[], [], []]
     assert [entry.record for entry in await service.selections.workers.listed(None, None)] == wanted
-    assert not service.selections.reservations.live
+    assert not service.selections.reservations.owner_of
     service.check()
 
 
@@ -854,7 +856,7 @@ async def test_a_client_that_goes_away_leaves_no_half_worker(steps: list[tuple[A
         for worker_id in list(service.selections.workers.entries):
             await service.selections.workers.delete(worker_id)
         service.check()
-        assert not service.listeners.running and not service.selections.reservations.live
+        assert not service.listeners.running and not service.selections.reservations.owner_of
         service.now += EXPIRY_S
 
 

@@ -115,7 +115,7 @@ async def test_selecting_both_books_nothing() -> None:
     service = await disaggregated()
     answer = service.select(PROMPT, phase=Phase.BOTH)
     assert "reservation_id" not in answer and "reservation_id" not in answer["prefill"]
-    assert not service.selections.reservations.live
+    assert not service.selections.reservations.owner_of
 
 
 async def test_one_worker_may_serve_both() -> None:
@@ -131,7 +131,7 @@ async def test_completion_ends_the_prefill_booking(by: str) -> None:
     service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
     reservations = service.selections.reservations
     getattr(reservations, by)("r")
-    assert set(reservations.live) == ({"r"} if by == "prefill_complete" else set())
+    assert set(reservations.owner_of) == ({"r"} if by == "prefill_complete" else set())
     assert sum(load[0] for load in loads(service).values()) == 0
     if by == "prefill_complete":
         reservations.prefill_complete("r")
@@ -148,9 +148,9 @@ async def test_a_decode_worker_that_leaves_takes_the_prefill_booking_not_along(b
     answer = service.select(PROMPT, phase=Phase.BOTH, reservation_id="r")
     await service.selections.workers.delete(answer["worker_id"])
     reservations = service.selections.reservations
-    assert set(reservations.live) == {"r:prefill"}
+    assert set(reservations.owner_of) == {"r:prefill"}
     getattr(reservations, by)("r")
-    assert not reservations.live
+    assert not reservations.owner_of
     with pytest.raises(NotFound):
         getattr(reservations, by)("r")
 
@@ -169,7 +169,7 @@ async def test_both_are_booked_anew_when_one_worker_has_left() -> None:
         service.select(PROMPT, **asked | {"retry": Retry(("r", "k"), b"2")})
     again = service.select(PROMPT, **asked)
     assert again["worker_id"] != first["worker_id"]
-    assert service.selections.reservations.live.keys() == {"r", "r:prefill"}
+    assert service.selections.reservations.owner_of.keys() == {"r", "r:prefill"}
     assert sum(load[2] for load in loads(service).values()) == 2
     service.check()
 
@@ -183,9 +183,9 @@ async def test_what_is_left_of_both_is_given_back(nursery: trio.Nursery) -> None
     service.selections.reservations.free("b")
     await settled()
     await service.selections.workers.delete(caller.answer["worker_id"])
-    assert set(service.selections.reservations.live) == {"a", "r:prefill"}
+    assert set(service.selections.reservations.owner_of) == {"a", "r:prefill"}
     service.selections.scheduler.take_back(caller.held)  # its answer has reached no client
-    assert set(service.selections.reservations.live) == {"a"}
+    assert set(service.selections.reservations.owner_of) == {"a"}
     assert service.selections.reservations.given_back == 1
     service.check()
 
@@ -208,7 +208,7 @@ async def test_both_are_booked_or_neither_where_memory_ends() -> None:
             reserve(f"r{at}", prompt)
             booked += 1
     assert 1 < booked < len(prompts)
-    assert len(service.selections.reservations.live) == 2 * booked
+    assert len(service.selections.reservations.owner_of) == 2 * booked
     assert sum(load[2] for load in loads(service).values()) == 2 * booked
     service.check()
 
@@ -221,7 +221,7 @@ async def test_either_id_that_lives_is_a_conflict() -> None:
     for name in ("r", "s"):
         with pytest.raises(Conflict):
             service.select(PROMPT, phase=Phase.BOTH, reservation_id=name)
-    assert loads(service) == before and len(service.selections.reservations.live) == 2
+    assert loads(service) == before and len(service.selections.reservations.owner_of) == 2
 
 
 async def test_without_a_prefill_worker_decode_serves_all_of_it() -> None:
@@ -230,7 +230,7 @@ async def test_without_a_prefill_worker_decode_serves_all_of_it() -> None:
     assert answer["prefill"] is None and "phase" not in answer
     assert answer["fallback"] == "decode only: no prefill worker is available"
     assert loads(service)[answer["worker_id"]] == (TOKENS, 3, 1)
-    assert set(service.selections.reservations.live) == {"r"}
+    assert set(service.selections.reservations.owner_of) == {"r"}
     with pytest.raises(Unavailable, match="no prefill worker is available"):
         service.select(PROMPT, phase=Phase.PREFILL)
 
@@ -254,11 +254,11 @@ async def test_both_wait_for_a_prefill_worker_and_hold_nobody_up(nursery: trio.N
     assert service.select(PROMPT, phase=Phase.DECODE)["worker_id"] in (3, 4)
     await settled()
     assert both.answer is None and alone.answer is None
-    assert service.selections.reservations.live.keys() == {"a", "b"}
+    assert service.selections.reservations.owner_of.keys() == {"a", "b"}
     service.selections.reservations.prefill_complete("b")
     await settled()
     assert both.answer["prefill"]["worker_id"] == alone.answer["worker_id"] == 2
-    assert service.selections.reservations.live.keys() == {"a", "b", "r", "r:prefill"}
+    assert service.selections.reservations.owner_of.keys() == {"a", "b", "r", "r:prefill"}
     service.check()
 
 
@@ -299,7 +299,7 @@ async def test_replicas_hear_of_both_bookings() -> None:
     ]
     mirror(replica, service)
     assert loads(replica) == loads(service)
-    assert service.selections.reservations.live.keys() == {"r"}
+    assert service.selections.reservations.owner_of.keys() == {"r"}
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
@@ -344,21 +344,22 @@ async def test_replicas_agree_whatever_happens_to_phases(seed: int) -> None:
         at = rng.randrange(2)
         service, other = pair[at], pair[1 - at]
         name = f"r{rng.randrange(12)}{rng.choice(('', '', '', PREFILL_SUFFIX))}"
-        before = loads(service), dict(service.selections.reservations.live)
+        before = loads(service), dict(service.selections.reservations.owner_of)
         try:
             await step(service, name, rng)
         except (Conflict, NotFound):
-            assert (loads(service), dict(service.selections.reservations.live)) == before
+            assert (loads(service), dict(service.selections.reservations.owner_of)) == before
         for event in service.events:
             assert other.selections.reservations.apply(event, other.now) is Outcome.APPLIED
         service.events.clear()
         assert loads(service) == loads(other)
         assert (
-            service.selections.reservations.live.keys() == other.selections.reservations.live.keys()
+            service.selections.reservations.owner_of.keys()
+            == other.selections.reservations.owner_of.keys()
         )
         service.check()
-    for name in list(pair[0].selections.reservations.live):
-        if name in pair[0].selections.reservations.live:
+    for name in list(pair[0].selections.reservations.owner_of):
+        if name in pair[0].selections.reservations.owner_of:
             pair[0].selections.reservations.free(name)
     assert all(load == (0, 0, 0) for load in loads(pair[0]).values())
 

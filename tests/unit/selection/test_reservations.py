@@ -40,10 +40,10 @@ async def test_a_caller_that_left_before_it_heard_keeps_nothing(nursery: trio.Nu
     await settled()
     caller.scope.cancel()
     service.selections.reservations.free("a")  # it is served, but its task is cancelled already
-    assert "r" in service.selections.reservations.live
+    assert "r" in service.selections.reservations.owner_of
     await settled()
     assert caller.answer is None
-    assert "r" not in service.selections.reservations.live
+    assert "r" not in service.selections.reservations.owner_of
     assert steps(service, "r") == [Step.ADD, Step.FREE]
     service.check()
 
@@ -55,9 +55,9 @@ async def test_a_caller_that_is_served_before_it_leaves_hears(nursery: trio.Nurs
     service.selections.reservations.free("a")
     caller.scope.cancel()
     await settled()
-    assert caller.answer is not None and "r" in service.selections.reservations.live
+    assert caller.answer is not None and "r" in service.selections.reservations.owner_of
     service.selections.scheduler.take_back(caller.held)  # as its connection would
-    assert "r" not in service.selections.reservations.live
+    assert "r" not in service.selections.reservations.owner_of
     service.check()
 
 
@@ -69,7 +69,7 @@ async def test_what_is_given_back_serves_the_next(nursery: trio.Nursery) -> None
     first.scope.cancel()
     service.selections.reservations.free("a")
     await settled()
-    assert list(service.selections.reservations.live) == ["r2"]
+    assert list(service.selections.reservations.owner_of) == ["r2"]
     assert second.answer is not None
     service.check()
 
@@ -84,7 +84,7 @@ async def test_another_booking_of_the_same_id_is_not_given_back(nursery: trio.Nu
     service.now += 1
     service.reserve("r", (1, 0), [5])
     service.selections.scheduler.take_back(caller.held)
-    assert "r" in service.selections.reservations.live
+    assert "r" in service.selections.reservations.owner_of
     service.check()
 
 
@@ -96,7 +96,7 @@ async def test_selections_without_a_booking_leave_nothing(nursery: trio.Nursery)
     service.selections.reservations.free("a")
     await settled()
     service.selections.scheduler.take_back(caller.held)
-    assert not service.selections.reservations.live
+    assert not service.selections.reservations.owner_of
     service.check()
 
 
@@ -119,7 +119,7 @@ async def test_a_caller_that_goes_at_any_moment_leaves_no_trace() -> None:
             nursery.start_soon(cancelling.run, select)
             await settled()
             service.selections.reservations.free("a")
-        assert ("r" in service.selections.reservations.live) is not cancelling.reached
+        assert ("r" in service.selections.reservations.owner_of) is not cancelling.reached
         assert service.selections.scheduler.held == 0
         service.check()
 
@@ -148,7 +148,7 @@ async def test_a_retry_without_an_id_gets_the_one_that_was_made() -> None:
     first = service.select([1], reservation_id="made", retry=retry(None))
     again = service.select([1], reservation_id="made anew", retry=retry(None))
     assert again == first and again["reservation_id"] == "made"
-    assert list(service.selections.reservations.live) == ["made"]
+    assert list(service.selections.reservations.owner_of) == ["made"]
 
 
 @pytest.mark.parametrize("other", [retry(content=b"2"), retry(key="other"), retry("r", "k2"), None])
@@ -164,7 +164,7 @@ async def test_a_key_is_that_of_its_reservation() -> None:
     service = await ready(batched(1))
     service.select([1], reservation_id="r", retry=retry("r"))
     service.select([1], reservation_id="s", retry=retry("s", content=b"2"))
-    assert set(service.selections.reservations.live) == {"r", "s"}
+    assert set(service.selections.reservations.owner_of) == {"r", "s"}
 
 
 @pytest.mark.parametrize("by", ["free", "route", "expire", "delete", "replica"])
@@ -186,7 +186,7 @@ async def test_once_the_booking_has_ended_the_request_is_a_new_one(by: str) -> N
     assert len(service.selections.reservations.retries) == 0  # nobody can ask for its answer
     service.now += 1
     assert service.select([1], reservation_id="r", retry=retry(content=b"2"))
-    assert list(service.selections.reservations.live) == ["r"]
+    assert list(service.selections.reservations.owner_of) == ["r"]
     service.check()
 
 
@@ -223,11 +223,11 @@ async def test_both_of_two_that_wait_get_one_booking(nursery: trio.Nursery) -> N
     service.selections.reservations.free("a")
     await settled()
     assert callers[0].answer == callers[1].answer is not None
-    assert list(service.selections.reservations.live) == ["made"]
+    assert list(service.selections.reservations.owner_of) == ["made"]
     service.selections.scheduler.take_back(callers[0].held)
-    assert "made" in service.selections.reservations.live  # the other caller has it, too
+    assert "made" in service.selections.reservations.owner_of  # the other caller has it, too
     service.selections.scheduler.take_back(callers[1].held)
-    assert not service.selections.reservations.live
+    assert not service.selections.reservations.owner_of
     service.check()
 
 
@@ -315,11 +315,11 @@ async def test_what_one_replica_has_freed_another_does_not_bring_back() -> None:
     freed = replace(add, step=Step.FREE, router_id=2)
     assert reservations.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
     assert reservations.apply(add, service.now) is Outcome.ENDED
-    assert not reservations.live
+    assert not reservations.owner_of
     assert reservations.apply(freed, service.now) is Outcome.UNKNOWN_REQUEST
     service.select([1, 2], reservation_id="r")  # clients may use the id again at once
     assert reservations.apply(add, service.now) is Outcome.ENDED
-    assert list(reservations.live) == ["r"]
+    assert list(reservations.owner_of) == ["r"]
 
 
 async def test_what_is_shown() -> None:

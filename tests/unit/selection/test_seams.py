@@ -116,9 +116,9 @@ class Life:
             ("complete", "free", "output", "reserve", "cancel", "track", "untrack", "untrack")
         )
         if kind == "complete":
-            reservations.prefill_complete(self.live(reservations.live))
+            reservations.prefill_complete(self.live(reservations.owner_of))
         elif kind == "free":
-            reservations.free(self.live(reservations.live))
+            reservations.free(self.live(reservations.owner_of))
         elif kind == "output":
             reservations.output_block(self.name(), rng.choice((None, 0.5)))
         elif kind == "reserve":
@@ -174,7 +174,7 @@ class Life:
         self.service.check()
         affinity = self.selections.affinity
         assert affinity is not None
-        assert affinity.leases.keys() <= self.selections.reservations.live.keys()
+        assert affinity.leases.keys() <= self.selections.reservations.owner_of.keys()
         leases = Counter(id(binding) for _, binding in affinity.leases.values())
         for session in SESSIONS:
             binding = affinity.sessions.find((M, session), self.service.now)
@@ -207,8 +207,8 @@ class Life:
             caller.scope.cancel()
         await settled()
         reservations = self.selections.reservations
-        while reservations.live:
-            reservations.free(next(iter(reservations.live)))
+        while reservations.owner_of:
+            reservations.free(next(iter(reservations.owner_of)))
         for worker_id in [*self.slots.trackers[M].workers] if self.slots.trackers else []:
             await self.slots.unregister(M, worker_id)
         self.service.now += EXPIRY_S

@@ -277,7 +277,7 @@ class Life:
                 continue
             names = {
                 name
-                for name, of in self.service.selections.reservations.live.items()
+                for name, of in self.service.selections.reservations.owner_of.items()
                 if of is candidates
             }
             assert names == set(ledger.requests)
@@ -305,7 +305,7 @@ async def test_any_life_of_reservations_goes_as_in_the_model(seed: int) -> None:
         life.collect()
         life.check()
         assert not life.callers and life.served > 0
-    for name in list(service.selections.reservations.live):
+    for name in list(service.selections.reservations.owner_of):
         service.selections.reservations.free(name)
     assert all(row.ledger.stats()["blocks"] == 0 for row in service.selections.candidates.values())
 
@@ -353,7 +353,9 @@ async def test_what_lets_a_held_selection_go(by: str, nursery: trio.Nursery) -> 
     assert caller.answer["worker_id"] in ({3} if by == "join" else {1, 2})
     if by not in ("join", "expire"):
         assert caller.answer["worker_id"] == 2
-    assert "r" in service.selections.reservations.live and service.selections.scheduler.held == 0
+    assert (
+        "r" in service.selections.reservations.owner_of and service.selections.scheduler.held == 0
+    )
     service.check()
 
 
@@ -527,7 +529,7 @@ async def test_nobody_is_left_to_serve_them(nursery: trio.Nursery) -> None:
     await service.selections.workers.patch(1, lambda record: replace(record, endpoint=""))
     await settled()
     assert anyone.error is not None and anyone.error.status == 503
-    assert service.selections.scheduler.held == 0 and not service.selections.reservations.live
+    assert service.selections.scheduler.held == 0 and not service.selections.reservations.owner_of
     service.check()
 
 
@@ -584,7 +586,7 @@ async def test_nobody_waits_for_ever(autojump_clock: trio.testing.MockClock) -> 
     assert trio.current_time() - start == pytest.approx(OPTIONS.max_wait_s)
     assert late.value.retry_after_s and service.selections.scheduler.held == 0
     service.selections.reservations.free("a")
-    assert "r" not in service.selections.reservations.live
+    assert "r" not in service.selections.reservations.owner_of
     service.check()
 
 
@@ -605,7 +607,7 @@ async def test_a_caller_that_goes_away_leaves_no_trace() -> None:
             await settled()
             cancelled = cancelling.reached
             service.selections.reservations.free("a")
-        assert ("r" in service.selections.reservations.live) is not cancelled
+        assert ("r" in service.selections.reservations.owner_of) is not cancelled
         assert len(service.events) - before == (1 if cancelled else 2)
         assert service.selections.scheduler.held == len(service.candidates().queue) == 0
         service.check()
@@ -638,12 +640,12 @@ async def test_hundreds_wait(nursery: trio.Nursery) -> None:
     service.selections.reservations.prefill_complete("b")
     while service.selections.scheduler.held:
         await settled()
-        for name in list(service.selections.reservations.live):
+        for name in list(service.selections.reservations.owner_of):
             service.selections.reservations.free(name)
     await settled()
     answered = [caller for caller in callers if caller.answer]
     assert len(answered) == 540 and all(caller.error is None for caller in callers)
-    assert not service.candidates().queue._queues and not service.selections.reservations.live
+    assert not service.candidates().queue._queues and not service.selections.reservations.owner_of
     assert service.candidates().ledger.stats()["blocks"] == 0
     service.check()
 
