@@ -12,9 +12,11 @@ busy_wait                    waits awake for the next request where that costs l
 hot                          the handler of a hot route; compiled; `fast_path` and `connection`
                              call the same one
 connection, transport        serves one client's requests in turn; its stream, phases and deadlines
+serving                      calls the handlers of hot routes; what a listener's connections share
 relayed, untasked            a request whose answer another part writes; coroutines that need no
                              task while they wait for callbacks only
 head, body                   turn bytes into a request's head and body
+head_reader                  reads a head from its connection
 render, writer, answer, errors
                              turn a response into bytes, a handler's outcome into a response
 table                        finds the route of a raw path, once for each request

@@ -12,31 +12,29 @@ nothing but cancellation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from time import perf_counter
 
 import trio
 
 from kvd.http.access import rendered
-from kvd.http.answer import answer, answer_now
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.context import ServerContext
-from kvd.http.errors import TOO_SLOW, Refusal
+from kvd.http.errors import Refusal
 from kvd.http.fast_path import FastPath, Handoff, PlainRequest
-from kvd.http.head import HEAD_END, Head, HeadParser
-from kvd.http.messages import Headers, Request, Response
+from kvd.http.head import Head
+from kvd.http.head_reader import read_head
+from kvd.http.messages import Headers, Response
 from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.routes import Route, Scope
+from kvd.http.serving import ListenerContext, Undo
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
 from kvd.http.untasked import IN_TASK, Untasked, in_task
 from kvd.http.writer import connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
-
-Undo = Callable[[], None] | None
 
 log = get_logger(__name__)
 
@@ -53,113 +51,6 @@ _REFUSAL_COUNTERS = {
     417: "expectation_failed",
     431: "head_too_large",
 }
-
-
-class ListenerContext:
-    """The routes of a listener, and the fast path in which its connections are parked."""
-
-    def __init__(
-        self,
-        table: RouteTable,
-        app: AsgiApp,
-        context: ServerContext,
-        shared: Shared,
-    ) -> None:
-        self.table = table
-        self.app = app
-        self.context = context
-        self.failures = context.failures
-        self._too_long = self.failures.response(503, TOO_SLOW)
-        self.fast_path = FastPath(
-            table.plain(),
-            table.plain_patterns(),
-            Connection.serve_parked,
-            Connection.log_answered,
-            Connection.wake,
-            Connection.relay,
-            context.authorizer.rules,
-            shared,
-            context.counts,
-        )
-        self.counts = context.counts
-        self.access = context.access
-
-    def serve(
-        self,
-        shared: Shared,
-        head: Head,
-        found: Found,
-        body: bytes,
-        checks_host: bool,
-        raised: Exception | None = None,
-    ) -> tuple[bytes, bool, Undo]:
-        """Calls a handler that does not wait, unless it has already `raised` an exception.
-
-        Returns the rendered response, whether the connection persists, and a function to call if
-        the client has left or cannot be sent the response (or None).
-        """
-        started = perf_counter()
-        request = self._request(head, found, body, checks_host)
-        response = answer_now(found.route, request, self.failures, raised)
-        return self._rendered(shared, head, found, response, started)
-
-    async def serve_waiting(
-        self, shared: Shared, head: Head, found: Found, body: bytes, checks_host: bool
-    ) -> tuple[bytes, bool, Undo]:
-        """Does what `serve` does for an asynchronous handler, which may take `handler_s`."""
-        started = perf_counter()
-        response = self._too_long
-        with trio.move_on_after(shared.limits.handler_s) as scope:
-            request = self._request(head, found, body, checks_host)
-            response = await answer(found.route, request, self.failures)
-        shared.stats.handler_timeouts += scope.cancelled_caught
-        return self._rendered(shared, head, found, response, started)
-
-    def note(
-        self,
-        method: str,
-        path: str | None,
-        status: int,
-        seconds: float,
-        size: int,
-        headers: Headers,
-    ) -> bytes:
-        """Counts and logs a request; returns header lines for its answer.
-
-        `path` is its route's, None without a route. `status` 0: no answer was begun. The body of
-        the answer has `size` bytes.
-        """
-        if path is not None:
-            self.counts.observe(path, method, status, seconds)
-        if not self.access.enabled:
-            return b""
-        return rendered(self.access.note(method, path, status, seconds, size, headers))
-
-    def _request(self, head: Head, found: Found, body: bytes, checks_host: bool) -> Request:
-        route, captured = found
-        known = route.scope == Scope.OPEN and self.context.authorizer.knows(
-            head.headers, checks_host
-        )
-        return Request(head.method, route.path, head.query, head.headers, body, captured, known)
-
-    def _rendered(
-        self, shared: Shared, head: Head, found: Found, response: Response, started: float
-    ) -> tuple[bytes, bool, Undo]:
-        try:
-            status, body = response.status, response.body
-            assert isinstance(body, bytes)
-            seconds = perf_counter() - started
-            shared.stats.handler_bugs += status == 500
-            persists = persists_after(status, head, shared)
-            lines = connection_lines(head, shared, persists) + self.note(
-                head.method, found.route.path, status, seconds, len(body), head.headers
-            )
-            data = whole_response(response, body, lines, head.method == "HEAD")
-            return data, persists, response.undo
-        except BaseException:  # a bug: the client will not receive the answer
-            if response.undo is not None:
-                response.undo()
-            raise
 
 
 class Connection(Transport):
@@ -363,49 +254,10 @@ class Connection(Transport):
     async def _wanted_head(self) -> Head | None:
         """Returns the next head, None if the client left in the middle of it."""
         try:
-            return await self._read_head()
+            return await read_head(self)
         except Refusal as refusal:
             self._listener.context.note_no_head(refusal)
             raise
-
-    async def _read_head(self) -> Head | None:
-        data = self.buffer
-        end = data.find(HEAD_END) + len(HEAD_END)
-        if not len(HEAD_END) <= end <= self.shared.limits.head_bytes or data[0] in b"\r\n":
-            return await self._read_head_in_pieces(data)
-        self.buffer = data[end:]
-        parser = HeadParser()
-        parser.feed(data[:end])
-        return parser.finish(self.shared.limits)
-
-    async def _read_head_in_pieces(self, piece: bytes) -> Head | None:
-        """Reads a head that has not come whole; refuses it at its first wrong byte."""
-        self.buffer = b""
-        try:
-            with self.within(ConnectionPhase.HEAD, self.shared.limits.head_s):
-                return await self._read_pieces(piece)
-        except trio.TooSlowError:
-            raise Refusal(408, "the request head took too long") from None
-
-    async def _read_pieces(self, piece: bytes) -> Head | None:
-        limits = self.shared.limits
-        parser = HeadParser()
-        data = b""
-        while piece:
-            parsed = len(data)
-            data = data + piece if data else piece.lstrip(b"\r\n")  # RFC 9112 §2.2: empty lines
-            end = data.find(HEAD_END, max(0, parsed - len(HEAD_END) + 1))
-            end = len(data) if end < 0 else end + len(HEAD_END)
-            if end > limits.head_bytes:
-                raise Refusal(431, f"the request head is longer than {limits.head_bytes} bytes")
-            parser.feed(data[parsed:end])
-            if data.endswith(HEAD_END, 0, end):
-                self.buffer = data[end:]
-                return parser.finish(limits)
-            await trio.lowlevel.checkpoint()  # with TLS a byte can be a record
-            piece = await self.receive()
-        self.shared.stats.client_gone += bool(data)
-        return None
 
     async def _serve_request(self, head: Head | None) -> bool:
         """Serves one request, if there is one; returns whether the connection persists."""
@@ -585,3 +437,21 @@ class Connection(Transport):
         lines = self.shared.date_line + CLOSE_LINE
         await self.send(whole_response(response, response.body, lines, silent=refusal.silent))
         await self.linger()
+
+
+def listener_context(
+    table: RouteTable, app: AsgiApp, context: ServerContext, shared: Shared
+) -> ListenerContext:
+    """Returns what the connections of one listener share, with the fast path that parks them."""
+    fast_path = FastPath(
+        table.plain(),
+        table.plain_patterns(),
+        Connection.serve_parked,
+        Connection.log_answered,
+        Connection.wake,
+        Connection.relay,
+        context.authorizer.rules,
+        shared,
+        context.counts,
+    )
+    return ListenerContext(table, app, context, fast_path)

@@ -20,7 +20,7 @@ import trio
 
 from kvd.http.asgi import AsgiApp
 from kvd.http.auth import is_local
-from kvd.http.connection import Connection, ListenerContext
+from kvd.http.connection import Connection, listener_context
 from kvd.http.context import ServerContext
 from kvd.http.fast_path import SOME
 from kvd.http.idle_poll import Turn, polled_when_idle
@@ -63,7 +63,7 @@ class Front(Server):
         super().__init__(limits)
         self._busy_body = context.failures.body(503, "too many connections")
         self._shared = Shared(limits, self.stats, limits.tick_s())
-        self._listener = ListenerContext(RouteTable(routes), app, context, self._shared)
+        self._listener = listener_context(RouteTable(routes), app, context, self._shared)
 
     def set_limits(self, limits: HttpLimits) -> None:
         super().set_limits(limits)
