@@ -23,7 +23,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,18 +209,15 @@ def sandbox(folder: Path) -> str:
     return f"systemd-analyze security: {score}"
 
 
-@step
-def query_every_face(folder: Path) -> str:
-    """An engine publishes four blocks; each face answers about them, or about its bookings.
+def cache_and_find(tokens: list[int]) -> float:
+    """Has an engine publish the blocks of a prompt; returns the seconds until two faces find them.
 
     The engine is registered on the indexer, and as a publisher of another model on the conductor.
     """
-    sys.path.insert(0, "/usr/lib/kvd")
     import msgpack
     import zmq
 
-    faces = ("indexer", "slot_tracker", "selection", "conductor")
-    indexer, tracker, selection, conductor = (PORTS[face] for face in faces)
+    indexer, conductor = PORTS["indexer"], PORTS["conductor"]
     with zmq.Context() as context, context.socket(zmq.PUB) as engine:
         engine.linger = 0
         port = engine.bind_to_random_port("tcp://127.0.0.1")
@@ -240,7 +237,6 @@ def query_every_face(folder: Path) -> str:
             "dp_rank": 0,
         }
         answer_of(conductor, "POST", "/register", publisher)
-        tokens = list(range(16))
         event = ["BlockStored", [11, 12, 13, 14], None, tokens, 4, None]
         batch = msgpack.packb([0.0, [event], 0])
         numbers = itertools.count()
@@ -253,7 +249,12 @@ def query_every_face(folder: Path) -> str:
             (row,) = rows.values() or ({"GPU": 0},)
             return answer["scores"].get("7") == {"0": 16} and row["GPU"] == 16
 
-        seen = until(found, "seen by the indexer and the conductor")
+        return until(found, "seen by the indexer and the conductor")
+
+
+def book() -> None:
+    """Adds a request at the slot tracker, which must count it."""
+    tracker = PORTS["slot_tracker"]
     body = {"model_name": "m", "worker_id": 7, "block_size": 4, "dp_start": 0, "dp_size": 1}
     answer_of(tracker, "POST", "/register", body)
     body = {
@@ -267,6 +268,11 @@ def query_every_face(folder: Path) -> str:
     answer_of(tracker, "POST", "/add", body)
     (row,) = answer_of(tracker, "GET", "/loads")
     assert "3" in json.dumps(row), row
+
+
+def select(tokens: list[int]) -> None:
+    """Has the selection service choose its only worker."""
+    selection = PORTS["selection"]
     body = {
         "worker_id": 7,
         "model_name": "n",
@@ -279,6 +285,16 @@ def query_every_face(folder: Path) -> str:
     answer_of(selection, "POST", "/workers", body)
     body = {"model_name": "n", "token_ids": tokens}
     assert answer_of(selection, "POST", "/select", body)["worker_id"] == 7
+
+
+@step
+def query_every_face(folder: Path) -> str:
+    """An engine publishes four blocks; each face answers about them, or about its bookings."""
+    sys.path.insert(0, "/usr/lib/kvd")  # msgpack and zmq
+    tokens = list(range(16))
+    seen = cache_and_find(tokens)
+    book()
+    select(tokens)
     for port in PORTS.values():
         assert samples(port)
     return f"an engine's blocks after {seen:.2f} s"
@@ -420,6 +436,128 @@ replica_sync_client_keys = "/etc/kvd/replicas"
 """
 
 
+class AllScopes:
+    """A client with the token of `everything_that_opens`, of the faces of either kvd, by port."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._requests = itertools.count()
+
+    def call(self, port: int, method: str, path: str, body: Any = None) -> Any:
+        status, text = ask(port, method, path, body, token=self._token)
+        assert 200 <= status < 300, f"{method} {path}: {status} {text}"
+        return json.loads(text)
+
+    def finds(self, port: int, *tokens: int) -> bool:
+        """Returns whether an indexer has all these tokens."""
+        answer = self.call(port, "POST", "/query", {"model_name": "all", "token_ids": list(tokens)})
+        return bool(answer["scores"].get("7") == {"0": len(tokens)})
+
+    def blocks(self, port: int) -> float:
+        """Returns the blocks that a slot tracker counts."""
+        rows: list[dict[str, Any]] = self.call(port, "GET", "/loads")
+        loads = [row["active_decode_blocks"] for row in rows if row["model_name"] == "all"]
+        return float(sum(loads))
+
+    def passes_on(self, port: int, other: int, before: float) -> bool:
+        """Adds a request at one slot tracker; returns whether another counts more than before."""
+        number = next(self._requests)
+        body = {
+            "model_name": "all",
+            "request_id": f"r{number}",
+            "worker_id": 7,
+            "dp_rank": 0,
+            "sequence_hashes": [2 * number, 2 * number + 1],
+            "new_isl_tokens": 8,
+        }
+        self.call(port, "POST", "/add", body)
+        return self.blocks(other) > before
+
+
+class CurveEngine:
+    """An engine that speaks CURVE."""
+
+    def __init__(self, context: Any, secret: str) -> None:
+        import zmq
+
+        self._socket = context.socket(zmq.PUB)
+        self._socket.linger, self._socket.curve_server = 0, True
+        self._socket.curve_secretkey = secret.encode()
+        self._numbers = itertools.count()
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def publish(self, hash: int, *tokens: int) -> None:
+        import msgpack
+
+        batch = msgpack.packb([0.0, [["BlockStored", [hash], None, tokens, 4, None]], 0])
+        self._socket.send_multipart([b"", next(self._numbers).to_bytes(8, "big"), batch])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def second_kvd(settings: dict[str, object]) -> Iterator[None]:
+    """Runs a kvd beside the service, until the block ends; it must end well then."""
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    with subprocess.Popen(["kvd", "serve", *flags]) as second:
+        try:
+            until(lambda: answers(9090), "serving beside")
+            yield
+        finally:
+            second.terminate()
+    assert second.returncode == 0
+
+
+def recover_and_replicate(
+    client: AllScopes, engine: CurveEngine, fleet: str, own_key: str, configuration: str
+) -> None:
+    """Starts the service, with this configuration, beside a second kvd that the fleet knows.
+
+    It recovers the engine's blocks from the second kvd, receives more, and exchanges requests.
+    """
+    (worker,), (slots,) = (tomllib.loads(fleet)[table] for table in ("indexer", "slot_tracker"))
+    client.call(9090, "POST", "/register", worker)
+    client.call(9091, "POST", "/register", slots)
+    body = {"endpoint": "tcp://127.0.0.1:5600", "curve_server_key": own_key}
+    client.call(9091, "POST", "/replica_sync/register_peer", body)
+
+    # Messages published before a subscriber is connected are lost, so publish again.
+    def received(port: int, hash: int, *tokens: int) -> bool:
+        engine.publish(hash, *tokens)
+        return client.finds(port, *tokens)
+
+    until(lambda: received(9090, 11, 1, 2, 3, 4), "heard beside")
+    CONFIG.write_text(configuration)
+    forget()  # a fresh snapshot would go before the peer
+    assert all(map(answers, PORTS.values())), journal()
+    assert client.finds(8090, 1, 2, 3, 4), "not recovered"  # published before the start
+    until(lambda: received(8090, 12, 5, 6, 7, 8), "heard")
+    until(lambda: client.passes_on(8091, 9091, 0), "told to the replica")
+    own = client.blocks(8091)
+    until(lambda: client.passes_on(9091, 8091, own), "told by the replica")
+
+
+def connect_by_tls_and_unix(certificate: Path) -> None:
+    """Asks over TLS and the Unix socket, which only members of its group may use."""
+    sock = Path("/run/kvd/indexer")
+    assert (sock.stat().st_mode & 0o777, sock.group()) == (0o660, "kvd")
+    connect = f"import socket; socket.socket(socket.AF_UNIX).connect('{sock}')"
+    other_user = ["setpriv", "--reuid=nobody", "--regid=nogroup"]
+    run(*other_user, "--groups=kvd", "python3", "-c", connect)
+    run(*other_user, "--clear-groups", "python3", "-c", connect, fails=True)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    with (
+        socket.create_connection(("127.0.0.1", 9443)) as tcp,
+        trusting.wrap_socket(tcp, server_hostname="127.0.0.1") as tls,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        unix.connect(str(sock))
+        for each in (tls, unix):
+            each.sendall(b"GET /health HTTP/1.0\r\nhost: localhost\r\n\r\n")
+            assert each.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 @step
 def everything_that_opens(folder: Path) -> str:
     """Every face, TLS, a Unix socket with a group, tokens, CURVE, replica sync, a peer, a fleet.
@@ -427,7 +565,6 @@ def everything_that_opens(folder: Path) -> str:
     A second kvd, not a service, is the peer from which the service recovers, and its replica. Both
     receive the events of an engine that speaks CURVE.
     """
-    import msgpack
     import zmq
 
     kept, token = CONFIG.read_text(), "t" * 32
@@ -459,101 +596,13 @@ def everything_that_opens(folder: Path) -> str:
         "curve-secret-key-file": write(folder / "secret", replica_secret),
         "replica-sync-client-keys": write(folder / "keys", own_key),
     }
-
-    def call(port: int, method: str, path: str, body: Any = None) -> Any:
-        status, text = ask(port, method, path, body, token=token)
-        assert 200 <= status < 300, f"{method} {path}: {status} {text}"
-        return json.loads(text)
-
-    def found(port: int, *tokens: int) -> bool:
-        answer = call(port, "POST", "/query", {"model_name": "all", "token_ids": list(tokens)})
-        return bool(answer["scores"].get("7") == {"0": len(tokens)})
-
-    def blocks(port: int) -> float:
-        rows: list[dict[str, Any]] = call(port, "GET", "/loads")
-        loads = [row["active_decode_blocks"] for row in rows if row["model_name"] == "all"]
-        return float(sum(loads))
-
-    def add(port: int) -> None:
-        number = next(requests)
-        body = {
-            "model_name": "all",
-            "request_id": f"r{number}",
-            "worker_id": 7,
-            "dp_rank": 0,
-            "sequence_hashes": [2 * number, 2 * number + 1],
-            "new_isl_tokens": 8,
-        }
-        call(port, "POST", "/add", body)
-
-    numbers, requests = itertools.count(), itertools.count()
-    with zmq.Context() as context, context.socket(zmq.PUB) as engine:
-        engine.linger, engine.curve_server = 0, True
-        engine.curve_secretkey = engine_secret.encode()
-        port = engine.bind_to_random_port("tcp://127.0.0.1")
-
-        def publish(hash: int, *tokens: int) -> None:
-            batch = msgpack.packb([0.0, [["BlockStored", [hash], None, tokens, 4, None]], 0])
-            engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), batch])
-
-        flags = [f"--{name}={value}" for name, value in beside.items()]
-        with subprocess.Popen(["kvd", "serve", *flags]) as second:
-            try:
-                until(lambda: answers(9090), "serving beside")
-                keys = {"engine": port, "engine_key": engine_key, "replica_key": replica_key}
-                keys = {name: json.dumps(value) for name, value in keys.items()}
-                fleet = KEYED.format(**keys)
-                (worker,), (slots,) = (
-                    tomllib.loads(fleet)[table] for table in ("indexer", "slot_tracker")
-                )
-                call(9090, "POST", "/register", worker)
-                call(9091, "POST", "/register", slots)
-                body = {"endpoint": "tcp://127.0.0.1:5600", "curve_server_key": own_key}
-                call(9091, "POST", "/replica_sync/register_peer", body)
-
-                def heard() -> bool:
-                    publish(11, 1, 2, 3, 4)
-                    return found(9090, 1, 2, 3, 4)
-
-                until(heard, "heard beside")
-                write(settings / "fleet.toml", fleet)
-                CONFIG.write_text(kept + EVERYTHING)
-                forget()  # a fresh snapshot would go before the peer
-                assert all(map(answers, PORTS.values())), journal()
-                assert found(8090, 1, 2, 3, 4), "not recovered"  # published before the start
-
-                # Messages published before a subscriber is connected are lost, so publish again.
-                def heard_again() -> bool:
-                    publish(12, 5, 6, 7, 8)
-                    return found(8090, 5, 6, 7, 8)
-
-                def added(port: int, other: int, before: float) -> bool:
-                    add(port)
-                    return blocks(other) > before
-
-                until(heard_again, "heard")
-                until(lambda: added(8091, 9091, 0), "told to the replica")
-                own = blocks(8091)
-                until(lambda: added(9091, 8091, own), "told by the replica")
-            finally:
-                second.terminate()
-        assert second.returncode == 0
-    sock = Path("/run/kvd/indexer")
-    assert (sock.stat().st_mode & 0o777, sock.group()) == (0o660, "kvd")
-    connect = f"import socket; socket.socket(socket.AF_UNIX).connect('{sock}')"
-    other_user = ["setpriv", "--reuid=nobody", "--regid=nogroup"]
-    run(*other_user, "--groups=kvd", "python3", "-c", connect)
-    run(*other_user, "--clear-groups", "python3", "-c", connect, fails=True)
-    trusting = ssl.create_default_context(cafile=str(folder / "cert.pem"))
-    with (
-        socket.create_connection(("127.0.0.1", 9443)) as tcp,
-        trusting.wrap_socket(tcp, server_hostname="127.0.0.1") as tls,
-        socket.socket(socket.AF_UNIX) as unix,
-    ):
-        unix.connect(str(sock))
-        for each in (tls, unix):
-            each.sendall(b"GET /health HTTP/1.0\r\nhost: localhost\r\n\r\n")
-            assert each.recv(4096).startswith(b"HTTP/1.1 200 ")
+    with zmq.Context() as context, closing(CurveEngine(context, engine_secret)) as engine:
+        keys = {"engine": engine.port, "engine_key": engine_key, "replica_key": replica_key}
+        fleet = KEYED.format(**{name: json.dumps(value) for name, value in keys.items()})
+        write(settings / "fleet.toml", fleet)
+        with second_kvd(beside):
+            recover_and_replicate(AllScopes(token), engine, fleet, own_key, kept + EVERYTHING)
+    connect_by_tls_and_unix(folder / "cert.pem")
     asked = ["kvd", "status", "--json", "--interval=0.1", "--token-file", str(secrets / "peer")]
     shown = json.loads(run(*asked, fails=True))  # the engine has gone: its stream is not exact
     assert shown["indexer"]["instances"] == 1 and shown["slot_tracker"]["requests"] >= 2, shown
