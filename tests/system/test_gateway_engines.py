@@ -226,7 +226,8 @@ async def test_an_engine_whose_events_do_not_come_serves(kvd_process: Start, los
         assert publisher is not None
         if not lost:
             one.server.announced = f"tcp://127.0.0.1:{find_free_port()}"
-        async with gateway_of(kvd_process, [one.url]) as client:
+        flags = ("--engine-stale-s", "0.2")  # then kvd finds out why it receives none
+        async with gateway_of(kvd_process, [one.url], flags) as client:
             assert (await rows(client))[one.url]["standing"] == "serving"
             if lost:
                 await publisher.subscribed()
