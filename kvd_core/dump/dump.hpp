@@ -205,13 +205,10 @@ class Dump {
   // collected; false if there is no such run.
   bool begin_run(NodeId id, const std::string& owner, std::string& out) {
     const Node& node = tree().node(id);
-    uint32_t start = 0;
     for (size_t i = 0; i < node.runs.size(); ++i) {
       const Run& run = node.runs[i];
-      if (i == 0 || node.runs[i - 1].layer != run.layer) start = 0;
       const uint32_t past = run.layer == layer_ ? offset_ : run.layer < layer_ ? run.end : 0;
-      uint32_t from = std::max(start, past);
-      start = run.end;
+      uint32_t from = std::max(start_of(node.runs, i), past);
       if (!is_dumped(run.layer) || from >= run.end) continue;
       if (!tree().sets().contains(run.set, rank_)) continue;
       if (run.layer == kDeviceLayer && from == 0) from = behind_taken(node);

@@ -2,10 +2,10 @@
 
 prefix_index                 `PrefixIndex`, `Worker`, `Stream`, `Dump`: the module that Python
                              uses
-tree.hpp, ranksets.hpp, names.hpp
-                             the radix tree; interned sets of holders; engines' own names of
-                             blocks
-index.hpp, types.hpp         the rules that join the three
+tree.hpp, chain.hpp, runs.hpp
+                             the radix tree; the blocks of its nodes; which ranks hold them
+ranksets.hpp, names.hpp      interned sets of holders; engines' own names of blocks
+index.hpp, types.hpp         the rules that join the tree, the sets and the names
 store.hpp, remove.hpp, retire.hpp, parked.hpp
                              what a store, a removal, a clear and an unknown parent do
 sequence.hpp                 blocks by sequence hash

@@ -83,8 +83,7 @@ class Branches {
     for (size_t i = 0; i < node.runs.size(); ++i) {
       const Run& run = node.runs[i];
       if (run.layer >= kTierLayers) continue;
-      const uint32_t from =
-          i == 0 || node.runs[i - 1].layer != run.layer ? 0 : node.runs[i - 1].end;
+      const uint32_t from = start_of(node.runs, i);
       const auto& members = index_.tree().sets().members(run.set);
       const size_t noted = std::min(left, members.size());
       for (size_t k = 0; k < noted; ++k) note(run.layer, members[k], run.end - from);

@@ -11,9 +11,8 @@
 //          └─ node 6  ...
 //
 // The path from the root is the prompt. Content alone (local hashes) decides the shape, so the
-// index needs to know no engine's hash function. The runs, not the shape, say who holds what: for
-// each layer (a tier, or a window group of a tier) a list of (end, rank set) that covers the chain
-// from its start. Nobody holds what lies behind the last run.
+// index needs to know no engine's hash function. The runs (index/runs.hpp), not the shape, say who
+// holds what, for each layer: a tier, or a window group of a tier.
 //
 // A block keeps its id for life, however splits and merges move it between chains; `blocks[id]`
 // says where it is now. So the ranks' name tables never need rewriting.
@@ -24,8 +23,7 @@
 //   3. a non-root node with exactly one child satisfies len + child.len > kMaxChain (else the two
 //      would be one node), so churn cannot leave a trail of fragments;
 //   4. the last block of a leaf is held on some layer (else it is trimmed);
-//   5. the runs of one layer have ascending ends <= len; neighbours have different sets; the last
-//      set is not empty;
+//   5. those of index/runs.hpp;
 //   6. a node's depth is the number of blocks before its chain, 0 below the root.
 //
 // Costs (blocks b in the chain, runs r of the node): child O(1); split, merge O(b), bounded by
@@ -34,19 +32,15 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "base/arena.hpp"
 #include "base/chains.hpp"
+#include "index/chain.hpp"
 #include "index/ranksets.hpp"
+#include "index/runs.hpp"
 
 namespace kvd {
-
-using BlockId = uint32_t;
-using LayerId = uint32_t;
-using LayerMask = uint32_t;  // bit l: layer l
 
 struct Block {
   uint64_t name;    // the engine hash under which it was first stored
@@ -56,83 +50,9 @@ struct Block {
   uint32_t& free_link() { return offset; }
 };
 
-struct Run {
-  uint32_t end;  // offset behind the run's last block
-  SetId set;
-  LayerId layer;
-};
-
-// Two parallel arrays in one allocation: local hashes, then block ids.
-class Chain {
- public:
-  Chain() = default;
-  Chain(const Chain&) = delete;
-  Chain& operator=(const Chain&) = delete;
-  ~Chain() { std::free(data_); }
-
-  uint32_t len() const { return len_; }
-  uint64_t* local() { return data_; }
-  const uint64_t* local() const { return data_; }
-  BlockId* block() { return reinterpret_cast<BlockId*>(data_ + cap_); }
-  const BlockId* block() const { return reinterpret_cast<const BlockId*>(data_ + cap_); }
-
-  void push(uint64_t local_hash, BlockId id) {
-    if (len_ == cap_) grow(cap_ + cap_ / 2 + 4);
-    data_[len_] = local_hash;
-    block()[len_++] = id;
-  }
-
-  void reserve(uint32_t cap) {
-    if (cap > cap_) grow(cap);
-  }
-
-  void truncate(uint32_t len) {
-    len_ = len;
-    if (len == 0) {
-      std::free(data_);
-      data_ = nullptr;
-      cap_ = 0;
-    } else if (cap_ > 16 && len < cap_ / 4) {
-      grow(len + len / 4);
-    }
-  }
-
-  void append(const Chain& other, uint32_t from, uint32_t to) {
-    if (len_ + (to - from) > cap_) grow(len_ + (to - from));
-    std::memcpy(data_ + len_, other.local() + from, (to - from) * sizeof(uint64_t));
-    std::memcpy(block() + len_, other.block() + from, (to - from) * sizeof(BlockId));
-    len_ += to - from;
-  }
-
-  void swap(Chain& other) {
-    std::swap(data_, other.data_);
-    std::swap(len_, other.len_);
-    std::swap(cap_, other.cap_);
-  }
-
-  size_t bytes() const { return cap_ * (sizeof(uint64_t) + sizeof(BlockId)); }
-
- private:
-  void grow(uint32_t cap) {
-    cap = (cap + 1) & ~1u;  // keeps the ids 8-byte aligned
-    auto* data = static_cast<uint64_t*>(take_heap(cap * (sizeof(uint64_t) + sizeof(BlockId))));
-    if (len_ != 0) {
-      std::memcpy(data, data_, len_ * sizeof(uint64_t));
-      std::memcpy(data + cap, block(), len_ * sizeof(BlockId));
-    }
-    std::free(data_);
-    data_ = data;
-    cap_ = cap;
-  }
-
-  uint64_t* data_ = nullptr;
-  uint32_t len_ = 0;
-  uint32_t cap_ = 0;
-};
-
 struct Node {
   Chain chain;
-  std::vector<Run> runs;  // ordered by (layer, end)
+  Runs runs;  // who holds its blocks
   NodeId parent = kNone;
   NodeId first_child = kNone;
   NodeId next = kNone;  // sibling
@@ -172,8 +92,8 @@ class Tree : public Chains<Tree, Node> {
   Tree() : Chains(1), blocks_(0, kMaxBlocks) { nodes_.take(); }
 
   const Block& block(BlockId id) const { return blocks_[id]; }
-  RankSets& sets() { return sets_; }
-  const RankSets& sets() const { return sets_; }
+  RankSets& sets() { return runs_.sets(); }
+  const RankSets& sets() const { return runs_.sets(); }
   uint32_t node_count() const { return nodes_.live() - 1; }
   uint32_t block_count() const { return blocks_.live(); }
   uint32_t block_end() const { return blocks_.end(); }
@@ -243,68 +163,22 @@ class Tree : public Chains<Tree, Node> {
 
   bool held(BlockId id, LayerId layer, RankId rank) const {
     const Block& b = blocks_[id];
-    return sets_.contains(set_at(nodes_[b.node], layer, b.offset), rank);
+    return sets().contains(RunLists::set_at(nodes_[b.node].runs, layer, b.offset), rank);
   }
 
-  static SetId set_at(const Node& n, LayerId layer, uint32_t offset) {
-    for (const Run& run : n.runs) {
-      if (run.layer == layer && run.end > offset) return run.set;
-    }
-    return RankSets::kEmptySet;
-  }
-
-  // Adds `rank` to the holders of blocks [from, to) of a chain. For a block that it already holds,
-  // calls `already(offset)` instead. Returns the number of blocks gained.
+  // These change the holders of blocks of a chain as `RunLists` says. After a release the caller
+  // trims.
   template <class Already>
   uint32_t hold(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank,
                 Already&& already) {
-    uint32_t gained = 0;
-    edit(id, layer, from, to, [&](SetId set, uint32_t a, uint32_t b) {
-      if (sets_.contains(set, rank)) {
-        for (uint32_t offset = a; offset < b; ++offset) already(offset);
-        return set;
-      }
-      gained += b - a;
-      return sets_.with(set, rank);
-    });
-    return gained;
+    return runs_.hold(nodes_[id].runs, layer, from, to, rank, already);
   }
-
-  // Takes `rank` out of the holders of blocks [from, to), all of which it holds. The caller trims.
   void release(NodeId id, LayerId layer, uint32_t from, uint32_t to, RankId rank) {
-    edit(id, layer, from, to,
-         [&](SetId set, uint32_t, uint32_t) { return sets_.without(set, rank); });
+    runs_.release(nodes_[id].runs, layer, from, to, rank);
   }
-
-  // Takes `rank` out of the holders of a whole chain on the layers of `mask`; it need not hold all
-  // of it. Calls lost(layer, blocks, members of the set) for each run. The caller trims.
-  //
-  //   [a b c d e]  without rank 7
-  //   DEVICE  {1,7} to 2, {7} to 4, {1} to 5   =>   {1} to 2, {} to 4, {1} to 5
-  //   HOST    {7} to 3                         =>   none: {} at the end is dropped
   template <class Lost>
   void release_chain(NodeId id, LayerMask mask, RankId rank, Lost&& lost) {
-    std::vector<Run>& runs = nodes_[id].runs;
-    const auto holds = [&](const Run& run) {
-      return (mask >> run.layer & 1) != 0 && sets_.contains(run.set, rank);
-    };
-    if (std::none_of(runs.begin(), runs.end(), holds)) return;
-    edited_.clear();
-    for (size_t i = 0; i < runs.size(); ++i) {
-      const Run& run = runs[i];
-      const bool first = starts_layer(runs, i);
-      if (first) drop_empty_end(edited_);
-      if (holds(run)) {
-        lost(run.layer, run.end - (first ? 0 : runs[i - 1].end), sets_.members(run.set).size());
-        put(run.end, sets_.without(run.set, rank), run.layer);
-      } else {
-        put(run.end, run.set, run.layer);
-      }
-    }
-    drop_empty_end(edited_);
-    for (const Run& run : edited_) sets_.ref(run.set);
-    for (const Run& run : runs) sets_.unref(run.set);
-    replace(runs, 0, runs.size());
+    runs_.release_all(nodes_[id].runs, mask, rank, lost);
   }
 
   // Frees what nobody holds at the end of the path through `id`, and merges chains that can now be
@@ -319,7 +193,7 @@ class Tree : public Chains<Tree, Node> {
     while (id != kRoot) {
       Node& n = nodes_[id];
       if (n.children == 0) {
-        const uint32_t keep = held_length(n);
+        const uint32_t keep = RunLists::held_length(n.runs);
         if (keep == n.chain.len()) break;
         for (uint32_t i = keep; i < n.chain.len(); ++i) {
           forget(n.chain.block()[i]);
@@ -368,10 +242,10 @@ class Tree : public Chains<Tree, Node> {
   }
 
   // Frees one piece of unused memory; false when there is none.
-  bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets_.shrink(); }
+  bool shrink() { return blocks_.shrink() || nodes_.shrink() || sets().shrink(); }
 
   size_t bytes() const {
-    return nodes_.bytes() + blocks_.bytes() + children_.bytes() + sets_.bytes() + chain_bytes();
+    return nodes_.bytes() + blocks_.bytes() + children_.bytes() + sets().bytes() + chain_bytes();
   }
 
  private:
@@ -445,7 +319,7 @@ class Tree : public Chains<Tree, Node> {
   void free_node(NodeId id) {
     Node& n = nodes_[id];
     n.chain.truncate(0);
-    std::vector<Run>().swap(n.runs);
+    Runs().swap(n.runs);
     n.parent = n.first_child = n.next = n.prev = kNone;
     n.children = 0;
     nodes_.give(id);
@@ -461,7 +335,7 @@ class Tree : public Chains<Tree, Node> {
     }
     erase_child(id);
     unlink(id);
-    for (const Run& run : nodes_[id].runs) sets_.unref(run.set);
+    runs_.clear(nodes_[id].runs);
     free_node(id);
   }
 
@@ -489,7 +363,7 @@ class Tree : public Chains<Tree, Node> {
       Chain tail;
       tail.append(n.chain, at, n.chain.len());
       n.chain.swap(tail);
-      split_runs(n, h, at);
+      runs_.split(n.runs, h.runs, at);
       h.depth = n.depth;
       n.depth += at;
     });
@@ -502,39 +376,6 @@ class Tree : public Chains<Tree, Node> {
       }
     }
     return head;
-  }
-
-  // Each run goes to the side where its blocks are; a run across the cut goes to both sides:
-  //
-  //   [a b c d e]  cut behind b           head [a b]           tail [c d e]
-  //   DEVICE  {1,2} to 3, {2} to 5   =>   {1,2} to 2           {1,2} to 1, {2} to 3
-  //   HOST    {} to 2, {2} to 4           none, without {}     {2} to 2
-  void split_runs(Node& tail, Node& head, uint32_t at) {
-    std::vector<Run> rest;
-    for (size_t i = 0; i < tail.runs.size(); ++i) {
-      const Run& run = tail.runs[i];
-      const uint32_t start = starts_layer(tail.runs, i) ? 0 : tail.runs[i - 1].end;
-      if (start < at) {
-        if (starts_layer(tail.runs, i)) drop_empty_end(head.runs);
-        head.runs.push_back({run.end < at ? run.end : at, run.set, run.layer});
-        sets_.ref(run.set);
-      }
-      if (run.end > at) {
-        rest.push_back({run.end - at, run.set, run.layer});
-        sets_.ref(run.set);
-      }
-    }
-    drop_empty_end(head.runs);
-    for (const Run& run : tail.runs) sets_.unref(run.set);
-    tail.runs = rest;
-  }
-
-  static bool starts_layer(const std::vector<Run>& runs, size_t i) {
-    return i == 0 || runs[i - 1].layer != runs[i].layer;
-  }
-
-  static void drop_empty_end(std::vector<Run>& runs) {
-    if (!runs.empty() && runs.back().set == RankSets::kEmptySet) runs.pop_back();
   }
 
   // Merges a node with its only child, unless the two together exceed kMaxChain.
@@ -559,116 +400,15 @@ class Tree : public Chains<Tree, Node> {
       whole.append(n.chain, 0, shift);
       whole.append(c.chain, 0, c.chain.len());
       c.chain.swap(whole);
-      merge_runs(n, c, shift);
+      runs_.merge(n.runs, c.runs, shift);
       c.depth = n.depth;
     });
     set_positions(below);
     free_node(id);
   }
 
-  // The tail's runs move `shift` blocks back, behind the head's. At the seam, two runs of equal
-  // sets become one. Where the head's runs end before the seam, a run of {} fills the rest:
-  //
-  //   head [a b]         tail [c d e]                    [a b c d e]
-  //   DEVICE {1,2} to 2  {1,2} to 1, {2} to 3       =>   {1,2} to 3, {2} to 5
-  //   HOST   none        {2} to 2                        {} to 2, {2} to 4
-  //
-  // The references of both lists pass to the merged one, except where two runs become one.
-  void merge_runs(Node& head, Node& tail, uint32_t shift) {
-    std::vector<Run> merged;
-    size_t h = 0, t = 0;
-    while (h < head.runs.size() || t < tail.runs.size()) {
-      const LayerId of_head = h < head.runs.size() ? head.runs[h].layer : kNone;
-      const LayerId of_tail = t < tail.runs.size() ? tail.runs[t].layer : kNone;
-      const LayerId layer = of_head < of_tail ? of_head : of_tail;
-      uint32_t end = 0;
-      for (; h < head.runs.size() && head.runs[h].layer == layer; ++h) {
-        merged.push_back(head.runs[h]);
-        end = head.runs[h].end;
-      }
-      bool seam = true;
-      for (; t < tail.runs.size() && tail.runs[t].layer == layer; ++t) {
-        const Run run{tail.runs[t].end + shift, tail.runs[t].set, layer};
-        if (seam && end < shift && run.set != RankSets::kEmptySet) {
-          merged.push_back({shift, RankSets::kEmptySet, layer});
-        } else if (seam && end == shift && end != 0 && merged.back().set == run.set) {
-          sets_.unref(run.set);
-          merged.back().end = run.end;
-          seam = false;
-          continue;
-        }
-        seam = false;
-        merged.push_back(run);
-      }
-    }
-    head.runs.clear();
-    tail.runs.swap(merged);
-  }
-
-  static uint32_t held_length(const Node& n) {
-    uint32_t keep = 0;
-    for (const Run& run : n.runs) keep = run.end > keep ? run.end : keep;
-    return keep;
-  }
-
-  // Replaces the set of every block in [from, to) of one layer by change(set, a, b), called once
-  // for each stretch [a, b) of equal sets. The layer's new runs are built in `edited_`, with equal
-  // neighbours joined, and then replace the old ones:
-  //
-  //   7 comes to [1, 3)   {1} to 2, {2} to 5   =>   {1} to 1, {1,7} to 2, {2,7} to 3, {2} to 5
-  //   1 leaves [2, 4)     {1} to 5             =>   {1} to 2, {} to 4, {1} to 5
-  //   7 comes to [3, 4)   {1} to 2             =>   {1} to 2, {} to 3, {7} to 4
-  //   7 comes to [2, 3)   {7} to 2             =>   {7} to 3
-  template <class Change>
-  void edit(NodeId id, LayerId layer, uint32_t from, uint32_t to, Change&& change) {
-    std::vector<Run>& runs = nodes_[id].runs;
-    size_t lo = 0;
-    while (lo < runs.size() && runs[lo].layer < layer) ++lo;
-    size_t hi = lo;
-    edited_.clear();
-    uint32_t start = 0;
-    for (; hi < runs.size() && runs[hi].layer == layer; ++hi) {
-      const Run& run = runs[hi];
-      if (start < from) put(run.end < from ? run.end : from, run.set, layer);
-      const uint32_t a = start > from ? start : from;
-      const uint32_t b = run.end < to ? run.end : to;
-      if (a < b) put(b, change(run.set, a, b), layer);
-      if (run.end > to) put(run.end, run.set, layer);
-      start = run.end;
-    }
-    if (start < from) put(from, RankSets::kEmptySet, layer);
-    if (start < to) {
-      const uint32_t a = start > from ? start : from;
-      put(to, change(RankSets::kEmptySet, a, to), layer);
-    }
-    drop_empty_end(edited_);
-    for (const Run& run : edited_) sets_.ref(run.set);
-    for (size_t i = lo; i < hi; ++i) sets_.unref(runs[i].set);
-    replace(runs, lo, hi);
-  }
-
-  void put(uint32_t end, SetId set, LayerId layer) {
-    if (!edited_.empty() && edited_.back().set == set && edited_.back().layer == layer) {
-      edited_.back().end = end;
-    } else {
-      edited_.push_back({end, set, layer});
-    }
-  }
-
-  void replace(std::vector<Run>& runs, size_t lo, size_t hi) {
-    const size_t common = hi - lo < edited_.size() ? hi - lo : edited_.size();
-    for (size_t i = 0; i < common; ++i) runs[lo + i] = edited_[i];
-    const auto at = runs.begin() + static_cast<std::ptrdiff_t>(lo + common);
-    if (edited_.size() > common) {
-      runs.insert(at, edited_.begin() + static_cast<std::ptrdiff_t>(common), edited_.end());
-    } else {
-      runs.erase(at, runs.begin() + static_cast<std::ptrdiff_t>(hi));
-    }
-  }
-
   Arena<Block> blocks_;
-  RankSets sets_;
-  std::vector<Run> edited_;
+  RunLists runs_;
   std::vector<Watcher*> watchers_;
 };
 

@@ -103,16 +103,16 @@ class Verifier {
     uint32_t held = 0;
     for (size_t i = 0; i < n.runs.size(); ++i) {
       const Run& run = n.runs[i];
-      const bool first = i == 0 || n.runs[i - 1].layer != run.layer;
-      const bool last = i + 1 == n.runs.size() || n.runs[i + 1].layer != run.layer;
-      require(run.end <= n.chain.len() && run.end > (first ? 0 : n.runs[i - 1].end),
-              "tree 5: ends ascend");
-      require(i == 0 || n.runs[i - 1].layer <= run.layer, "tree 5: layers ascend");
-      require(first || n.runs[i - 1].set != run.set, "tree 5: neighbouring runs differ");
-      require(!last || run.set != RankSets::kEmptySet, "tree 5: the last run is held");
+      const bool first = starts_layer(n.runs, i);
+      const bool last = i + 1 == n.runs.size() || starts_layer(n.runs, i + 1);
+      const uint32_t start = start_of(n.runs, i);
+      require(run.end <= n.chain.len() && run.end > start, "runs 1: ends ascend");
+      require(i == 0 || n.runs[i - 1].layer <= run.layer, "runs 1: layers ascend");
+      require(first || n.runs[i - 1].set != run.set, "runs 2: neighbours differ");
+      require(!last || run.set != RankSets::kEmptySet, "runs 2: the last one is held");
       held = std::max(held, run.end);
       if (run.set != RankSets::kEmptySet) ++refs_[run.set];
-      expand(n, first ? 0 : n.runs[i - 1].end, run);
+      expand(n, start, run);
     }
     require(n.children != 0 || held == n.chain.len(), "tree 4: a leaf ends in a held block");
   }
