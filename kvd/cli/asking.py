@@ -95,7 +95,7 @@ def add_explain(commands: Any) -> None:
         "explain",
         explain_settings,
         explain,
-        help="say why a prompt or a request goes where it goes",
+        help="explain which worker gets a prompt or a request, and why",
         description="Asks a running daemon which worker it would choose for a prompt, and reports "
         "of each candidate what it caches on each tier, why it caches no more, and the terms of "
         "its cost. PROMPT is a file, - for standard input: token ids, or the body of POST /select "

@@ -43,7 +43,10 @@ from kvd.wire.egress import EgressPolicy
 
 log = logs.get_logger(__name__)
 
-DESCRIPTION = "KV-cache index daemon: knows which inference worker holds which prompt prefix."
+DESCRIPTION = (
+    "Knows which inference engine has cached which prompt, and sends each request there, or "
+    "answers your own router."
+)
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
 
 

@@ -45,13 +45,13 @@ GATEWAY_SETTINGS = section(
     ),
     upstream_key_file=file("file with the API key of the engines, for the gateway's own requests"),
     upstream_tls_ca=file(
-        "PEM certificates of the authorities that engines with https: URLs are believed by; "
-        "without it, those of the system",
+        "PEM certificates of the authorities trusted for engines with https: URLs",
+        when_unset="the system's authorities",
         options_class=UpstreamTls,
         field="ca_file",
     ),
     upstream_tls_certfile=file(
-        "PEM certificate chain that is shown to engines with https: URLs that ask for one",
+        "PEM client certificate chain, for engines with https: URLs that ask for one",
         options_class=UpstreamTls,
         field="certfile",
     ),
@@ -67,8 +67,8 @@ GATEWAY_SETTINGS = section(
         field="server_name",
     ),
     upstream_tls_insecure=switch(
-        "whether any certificate of an engine will do; anyone between kvd and the engine can "
-        "then read and change everything",
+        "whether the certificates of engines are accepted unchecked; anyone between kvd and an "
+        "engine can then read and change everything",
         False,
         options_class=UpstreamTls,
         field="insecure",

@@ -108,7 +108,7 @@ HTTP_SETTINGS = section(
     http_busy_wait_us=Setting(
         parsers.within(0, MAX_BUSY_WAIT_US),
         "N",
-        "longest time in microseconds for which kvd stays awake after a request, for the next "
-        "one, where requests come that fast and the machine has a core to spare; 0: never",
+        "longest time in microseconds for which kvd waits awake for the next request, while "
+        "requests come that fast and the machine has a core to spare; 0: never",
     ),
 )

@@ -96,8 +96,8 @@ SHARED_STATE_SETTINGS = section(
     state_lease_s=Setting(
         parsers.parse_lease,
         "SECONDS",
-        "time without a sign of life on the server of state_url after which a replica counts as "
-        "gone; each replica gives one, and reads changed registrations, ten times as often",
+        "time after which a replica counts as gone that has not renewed its lease on the server of "
+        "state_url; replicas renew it, and read changed registrations, ten times as often",
         10.0,
     ),
 )
