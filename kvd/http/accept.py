@@ -13,10 +13,12 @@ from kvd.telemetry.logs import RateLimit, get_logger
 
 log = get_logger(__name__)
 
-# Out of descriptors or memory: connections wait in the backlog until others have closed.
+# Out of descriptors or memory: connections wait in the backlog until others have ended.
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
 # Pause of accepting when descriptors or memory run short, as in trio's own accept loop.
 PAUSE_SECONDS = 0.1
+# Pause of accepting while another connection ends to make room: its task takes a few passes.
+ROOM_PAUSE_SECONDS = 0.005
 SHORTAGE_LOG_SECONDS = 10.0  # pause between two log lines about such a shortage
 ACCEPTS_PER_TURN = 16  # connections before other tasks run: 3 ms with their first requests
 
@@ -36,9 +38,16 @@ _PASSING = frozenset(
 
 
 async def accept_connections(
-    listener: socket.socket, stats: HttpStats, admit: Callable[[socket.socket], None]
+    listener: socket.socket,
+    stats: HttpStats,
+    admit: Callable[[socket.socket], None],
+    make_room: Callable[[], bool],
 ) -> None:
-    """Hands every connection of a non-blocking listener to `admit`, as a non-blocking socket."""
+    """Hands every connection of a non-blocking listener to `admit`, as a non-blocking socket.
+
+    While there is no descriptor or memory for another one, `make_room` is called to end one; it
+    returns whether it has found one.
+    """
     lines = RateLimit(SHORTAGE_LOG_SECONDS)
     while True:
         await trio.lowlevel.wait_readable(listener)
@@ -54,6 +63,6 @@ async def accept_connections(
                 stats.accept_pauses += 1
                 if lines.admit(error.errno, trio.current_time()) is not None:
                     log.warning("accept_paused", error=error)
-                await trio.sleep(PAUSE_SECONDS)
+                await trio.sleep(ROOM_PAUSE_SECONDS if make_room() else PAUSE_SECONDS)
             elif error.errno not in _PASSING:
                 raise

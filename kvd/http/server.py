@@ -103,7 +103,8 @@ class Server(ABC):
             connection.close_if_idle()
 
     async def _accept(self, listener: socket.socket, serving: trio.Nursery) -> None:
-        await accept_connections(listener, self.stats, partial(self._admit, serving))
+        admit = partial(self._admit, serving)
+        await accept_connections(listener, self.stats, admit, self._make_room)
 
     def _admit(self, serving: trio.Nursery, sock: socket.socket) -> None:
         self.stats.connections_total += 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import socket
 from collections import Counter
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 
 import pytest
 import trio
@@ -14,10 +15,11 @@ from kvd.http.auth import AccessPolicy, Token
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.http.transport import ConnectionPhase
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import lowest_free_descriptor
 from tests.support.little_memory import little_memory
 from tests.support.loglines import logged
 from tests.support.serving import (
+    BIG,
     ROUTES,
     TEST_SECONDS,
     Client,
@@ -220,26 +222,47 @@ def _connect(running: Running) -> socket.socket:
     return socket.create_connection(running.address)
 
 
+@contextmanager
+def _descriptors(more: int) -> Iterator[None]:
+    """Lets this process, in which the server runs, open so many more descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 async def test_a_shortage_of_descriptors_pauses_accepting() -> None:
-    async with serving() as running, running.client() as early:
-        assert (await early.request("GET", "/health")).status == 200
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with ExitStack() as opened:
-            lines = opened.enter_context(logged())
-            sockets = [opened.enter_context(_connect(running)) for _ in range(40)]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 10, hard))
-            try:
-                await running.until(accept_pauses=2)
-                assert lines().count("event=accept_paused") == 1
-                assert running.front.stats.connections_open < 40
-                assert (await early.request("GET", "/health")).status == 200
-                for sock in sockets[:30]:  # as these leave, the others are accepted
-                    sock.close()
-                await running.until(connections_total=41)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            last = _client(sockets[-1])
-            assert (await last.request("GET", "/health")).status == 200
+    """Clients whose answers are under way do not make way."""
+    async with serving() as running, AsyncExitStack() as opened:
+        lines = opened.enter_context(logged())
+        early = [await opened.enter_async_context(running.narrow_client()) for _ in range(3)]
+        for client in early:
+            await client.send(b"GET /big HTTP/1.1\r\nhost: kvd\r\n\r\n")
+        await running.until(requests=3)
+        sockets = [opened.enter_context(_connect(running)) for _ in range(40)]
+        with _descriptors(0):
+            await running.until(accept_pauses=2)
+            assert lines().count("event=accept_paused") == 1
+            assert running.front.stats.connections_open == 3
+            for client in early:
+                assert (await client.read_reply()).body == BIG
+            await running.until(connections_total=43)  # now they make way
+        last = _client(sockets[-1])
+        assert (await last.request("GET", "/health")).status == 200
+
+
+async def test_idle_strangers_make_way_in_a_shortage_of_descriptors() -> None:
+    async with serving() as running, running.client() as known, AsyncExitStack() as opened:
+        assert (await known.request("GET", "/describe")).status == 200
+        for _ in range(40):
+            opened.enter_context(_connect(running))
+        newcomer = _client(opened.enter_context(_connect(running)))
+        with _descriptors(10):
+            assert (await newcomer.request("GET", "/describe")).status == 200
+            assert (await known.request("GET", "/describe")).status == 200
+        assert running.front.stats.connections_displaced >= 30
 
 
 NEEDS_NONE = ("GET /describe", "GET /app/describe", "DELETE /gone/a", "POST /nowhere", "PUT /echo")
