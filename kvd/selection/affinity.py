@@ -25,6 +25,9 @@ MAX_SESSION_ID_BYTES = 256  # longest session id, as in Dynamo
 # Least difference at which a replica's clock counts as ahead of ours: clocks that follow NTP agree
 # within milliseconds.
 LEAST_LEAD_S = 0.1
+# Nanoseconds above the newest version up to which a version says nothing of its writer's clock: a
+# replica whose clock is behind that version counts on from it.
+COUNTED_ON_NS = 10_000
 
 LEASED = ord("S")  # kind of a journal's record of a session: its binding, and who leases it
 
@@ -92,6 +95,7 @@ class Affinity:
     def apply(self, bound: Bound, at: float | None = None) -> Outcome:
         """Applies a replica's binding of a session, made now or at an earlier time `at`."""
         self._note_lead(bound)
+        self.sessions.note(bound.version)  # also if the session is of no model here
         candidates = self._candidates.get(bound.partition)
         if candidates is None or not candidates.workers:
             return Outcome.UNKNOWN_MODEL
@@ -110,8 +114,9 @@ class Affinity:
 
     def _note_lead(self, bound: Bound) -> None:
         """Notes a version that lies in the future: the clock of its writer is ahead of ours."""
-        lead_s = (bound.version.sequence - self._wall_ns()) / 1e9
-        if lead_s > LEAST_LEAD_S:
+        sequence = bound.version.sequence
+        lead_s = (sequence - self._wall_ns()) / 1e9
+        if lead_s > LEAST_LEAD_S and sequence > self.sessions.newest + COUNTED_ON_NS:
             self.lead_s, self.led_at = lead_s, self._clock()
 
     def hold(self, reservation_id: str, bound: Bound) -> None:

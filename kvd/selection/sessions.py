@@ -52,7 +52,7 @@ class Sessions(Generic[Key]):
         self._max_sessions = max_sessions
         self._held: dict[Key, Binding] = {}
         self._idle: dict[Key, Binding] = {}
-        self._sequence = 0  # the largest of all versions seen
+        self.newest = 0  # the largest sequence of all versions seen
 
     def __len__(self) -> int:
         return len(self._held) + len(self._idle)
@@ -67,8 +67,8 @@ class Sessions(Generic[Key]):
 
     def bind(self, key: Key, worker_id: int, dp_rank: int, writer_id: int, wall_ns: int) -> Binding:
         """Binds a session anew, with one lease for the caller."""
-        self._sequence = max(self._sequence + 1, wall_ns)
-        binding = Binding(worker_id, dp_rank, Version(self._sequence, writer_id))
+        self.newest = max(self.newest + 1, wall_ns)
+        binding = Binding(worker_id, dp_rank, Version(self.newest, writer_id))
         self._put(key, binding, 0.0)
         self.lease(key, binding)
         return binding
@@ -94,7 +94,7 @@ class Sessions(Generic[Key]):
         self, key: Key, worker_id: int, dp_rank: int | None, version: Version, now: float
     ) -> bool:
         """Applies a replica's binding; False if a newer one is known."""
-        self._sequence = max(self._sequence, version.sequence)
+        self.note(version)
         known = self.find(key, now)
         if known is not None and version < known.version:
             return False
@@ -105,6 +105,10 @@ class Sessions(Generic[Key]):
         else:
             self._put(key, Binding(worker_id, dp_rank, version), now + self._ttl_s)
         return True
+
+    def note(self, version: Version) -> None:
+        """Makes all later bindings of this process newer than a version."""
+        self.newest = max(self.newest, version.sequence)
 
     def listed(self, now: float) -> Iterator[tuple[Key, Binding, float]]:
         """Yields the sessions that are bound now, with the start of their time to live.

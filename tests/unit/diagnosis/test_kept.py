@@ -57,19 +57,38 @@ def test_the_last_refused_host_is_kept(host: bytes, shown: str) -> None:
     assert authorizer.refused_host == shown and authorizer.refused["host"] == 1
 
 
+class Hearing:
+    """A selection service that is sent bindings of replicas."""
+
+    def __init__(self) -> None:
+        self.service = Service(RouterOptions(session_affinity_ttl_s=60))
+        affinity = self.service.selections.affinity
+        assert affinity is not None
+        self.affinity = affinity
+
+    def hear(self, lead_s: float, writer_id: int = 7, later_ns: int = 0) -> None:
+        version = Version(int((self.service.now + lead_s) * 1e9) + later_ns, writer_id)
+        self.affinity.apply(Bound(M, "s", 1, 0, version))
+
+
 def test_a_replica_of_the_future_is_noted() -> None:
-    service = Service(RouterOptions(session_affinity_ttl_s=60))
-    affinity = service.selections.affinity
-    assert affinity is not None
-
-    def hear(lead_s: float) -> None:
-        version = Version(int((service.now + lead_s) * 1e9), 7)
-        affinity.apply(Bound(M, "s", 1, 0, version))
-
+    here = Hearing()
     for lead_s in (-5.0, 0.0, LEAST_LEAD_S / 2):
-        hear(lead_s)
-    assert affinity.lead_s == 0.0
-    hear(3.0)
-    service.now += 1
-    hear(2.0)
-    assert affinity.lead_s == pytest.approx(2.0) and affinity.led_at == service.now
+        here.hear(lead_s)
+    assert here.affinity.lead_s == 0.0
+    here.hear(3.0)
+    here.service.now += 1
+    here.hear(2.5)
+    assert here.affinity.lead_s == pytest.approx(2.5)
+    assert here.affinity.led_at == here.service.now
+
+
+def test_a_replica_that_counts_on_from_another_one_is_not_of_the_future() -> None:
+    here = Hearing()
+    here.hear(3.0)
+    noted_at = here.affinity.led_at
+    here.service.now += 1
+    here.hear(2.0)  # the same binding, sent again
+    here.hear(2.0, writer_id=8, later_ns=1)
+    here.hear(2.0, writer_id=8, later_ns=5)  # some bindings in between were missed
+    assert here.affinity.led_at == noted_at
