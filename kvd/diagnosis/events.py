@@ -78,8 +78,10 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
         evidence = f"{answered} replays of {stream.replay_endpoint} were answered; {_lost(stream)}"
         yield found("replay_too_short", stream.subject, evidence)
     elif unanswered:
-        evidence = f"{stream.replay_endpoint} left {unanswered} replays unanswered; {_lost(stream)}"
-        yield _missing(stream, evidence)
+        brought = f"brought only {counted(stream.strays, 'message')} that did not fit"
+        how = brought if stream.strays else "went unanswered"
+        asked = f"{counted(unanswered, 'replay')} of {stream.replay_endpoint}"
+        yield _missing(stream, f"{asked} {how}; {_lost(stream)}")
 
 
 def _check_replay(stream: StreamEvidence) -> Iterator[Finding]:

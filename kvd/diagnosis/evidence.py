@@ -61,6 +61,7 @@ class StreamEvidence:
     lost: int = 0  # messages that are missing for good
     dropped: int = 0  # lost messages for which the stream's queue had no room
     replays: Mapping[str, int] = field(default_factory=dict)  # by how they ended
+    strays: int = 0  # messages in replays that did not fit the request
     loss: str = ""
     ignored: Mapping[str, int] = field(default_factory=dict)  # events, by reason
     foreign: Mapping[str, int] = field(default_factory=dict)  # events, by the member that differs

@@ -135,7 +135,7 @@ KINDS: Mapping[str, FindingKind] = {
     ),
     "replay_missing": FindingKind(
         Severity.WARNING,
-        "missing batches cannot be asked for: no replay endpoint, or nobody answers there",
+        "missing batches cannot be asked for: no replay endpoint, or it brings none",
         'give the engine "replay_endpoint": "tcp://*:5657" in --kv-events-config, and register '
         '"replay_endpoint": "tcp://{host}:5657" with it',
     ),

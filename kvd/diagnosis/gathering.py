@@ -363,6 +363,7 @@ def _stream(
         lost=stats.lost,
         dropped=stats.dropped,
         replays=dict(stats.replays),
+        strays=stats.strays,
         loss=listener.loss,
         ignored=dict(listener.ignored),
         foreign=dict(foreign),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import zmq
 
 from examples.engine.caches import BLOCK_SIZE
 from tests.captures.recording import load
+from tests.support.engines import address_of
 from tests.support.patients import Patient, Rank, prompt
 from tests.support.ports import find_free_port
 
@@ -82,7 +84,20 @@ def test_the_replay_endpoint_does_not_answer(patient: Patient) -> None:
     rank.serve(prompt(1))
     rank.skip(5)
     rank.serve(prompt(2))
-    assert "unanswered" in patient.finds("replay_missing")["evidence"]
+    assert patient.finds("replay_missing", evidence="went unanswered")
+
+
+def test_the_replay_endpoint_answers_with_something_else(patient: Patient) -> None:
+    server = patient.socket(zmq.ROUTER)
+    rank = Rank(patient.rank(replay_endpoint=address_of(server)))
+    rank.serve(prompt(1))
+    rank.skip(5)
+    rank.serve(prompt(2))
+    asker, *_ = server.recv_multipart()
+    for _ in range(3):
+        server.send_multipart([asker, b"", b"who is there?"])
+    evidence = patient.finds("replay_missing")["evidence"]
+    assert "brought only 3 messages that did not fit" in evidence
 
 
 def test_nobody_listens_at_the_replay_endpoint_before_it_is_needed(patient: Patient) -> None:
