@@ -210,8 +210,8 @@ class FleetFileFollower:
         wanted = {(each.table, each.key): each for each in entries if each.table in self._targets}
         self._elsewhere = len(entries) - len(wanted)
         self._failed.clear()
-        before = set(self._held)
         self._forget_what_clients_took()
+        before = dict(self._held)
         changed = [name for name in self._held if self._is_other(name, wanted.get(name))]
         last = []
         for name in changed:
@@ -236,13 +236,13 @@ class FleetFileFollower:
             del self._failed[name]
             await self._add(name, wanted[name])
         self.reads["applied"] += 1
-        after = set(self._held)
+        after, both = self._held, self._held.keys() & before
         log.info(
             "fleet_applied",
             file=self._path,
-            added=len(after - before),
-            changed=len(before & after & set(changed)),
-            removed=len(before - after),
+            added=len(after.keys() - before),
+            changed=sum(before[name].wanted != after[name].wanted for name in both),
+            removed=len(before.keys() - after),
             failed=len(self._failed),
             registered=len(after),
         )

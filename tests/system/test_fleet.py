@@ -41,6 +41,7 @@ from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
 from kvd.wire.replica import Replica, ReplicaStats
 from tests.support import exposition, http_client
 from tests.support.http_client import Client
+from tests.support.loglines import logged
 from tests.support.ports import find_free_port
 from tests.support.processes import REPOSITORY, Server
 from tests.support.running import running, running_kvd
@@ -269,6 +270,29 @@ async def test_a_failed_entry_costs_itself_and_is_tried_again(tmp_path: Path) ->
     await faces.registry.unregister(7, "m", None, None)
     await faces.read(rank(1, 1), rank(7, 8), rank(2, 2))
     assert faces.states() == {"registered": 3, "failed": 0, "off": 0}
+
+
+async def test_what_the_log_counts_has_happened(tmp_path: Path) -> None:
+    faces = Faces(tmp_path)
+
+    async def counts(*entries: str) -> str:
+        with logged() as lines:
+            await faces.read(*entries)
+            (found,) = re.findall(r"fleet_applied file=\S+ (.*)", lines())
+        return str(found)
+
+    unnamed = worker(2, 2).replace('endpoint = "http://e"', "", 1)
+    both, moved = (rank(1), worker(2, 2)), (rank(1, 9), worker(2, 2, "b"))
+    assert await counts(*both) == "added=2 changed=0 removed=0 failed=0 registered=2"
+    assert await counts(*moved) == "added=0 changed=2 removed=0 failed=0 registered=2"
+    # What clients have removed comes back, and is not theirs to remove from the file.
+    await faces.workers.delete(2)
+    assert await counts(*moved) == "added=1 changed=0 removed=0 failed=0 registered=2"
+    await faces.registry.unregister(1, "m", None, None)
+    assert await counts(moved[1]) == "added=0 changed=0 removed=0 failed=0 registered=1"
+    # A change that fails leaves the entry as it was.
+    assert await counts(unnamed) == "added=0 changed=0 removed=0 failed=1 registered=1"
+    assert await counts() == "added=0 changed=0 removed=1 failed=0 registered=0"
 
 
 async def test_the_block_size_of_a_model_changes(tmp_path: Path) -> None:
