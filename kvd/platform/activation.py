@@ -58,7 +58,8 @@ class PassedSockets:
 def receive(environ: MutableMapping[str, str]) -> PassedSockets:
     """Takes over the sockets that `environ` passes to this process, and removes its variables.
 
-    Raises ValueError for a descriptor that is not a listening stream socket.
+    Raises ValueError for a descriptor that is not a listening stream socket, and for two names of
+    one address, whose faces would share the clients.
     """
     passed = {name: environ.pop(name, "") for name in VARIABLES}
     if passed["LISTEN_PID"] != str(os.getpid()) or not passed["LISTEN_FDS"].isdecimal():
@@ -66,10 +67,16 @@ def receive(environ: MutableMapping[str, str]) -> PassedSockets:
     names = passed["LISTEN_FDNAMES"].split(":")
     count = int(passed["LISTEN_FDS"])
     names += ["unknown"] * (count - len(names))
-    return PassedSockets(
+    sockets = [
         (name, _adopt(descriptor, name))
         for descriptor, name in enumerate(names[:count], start=FIRST)
-    )
+    ]
+    known: dict[str, str] = {}
+    for name, sock in sockets:
+        where = address(sock)
+        if (other := known.setdefault(where, name)) != name:
+            raise ValueError(f"the service manager passes {where} as {other} and as {name}")
+    return PassedSockets(sockets)
 
 
 def _adopt(descriptor: int, name: str) -> socket.socket:

@@ -226,6 +226,14 @@ def test_a_socket_of_no_face_is_refused(tmp_path: Path) -> None:
         assert f"belong to no face: indexr (127.0.0.1:{port_of(sock)});" in error
 
 
+def test_an_address_of_two_faces_is_refused(tmp_path: Path) -> None:
+    """Each of them would answer some of the other's clients."""
+    with ExitStack() as stack:
+        sock = listening(stack)
+        error = refused(tmp_path, [sock, sock], "indexer:selection")
+        assert f"passes 127.0.0.1:{port_of(sock)} as indexer and as selection" in error
+
+
 def test_a_unix_socket_without_a_file_goes_by_its_name(tmp_path: Path) -> None:
     with ExitStack() as stack:
         path = f"\0kvd-{os.getpid()}"
