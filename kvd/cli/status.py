@@ -105,12 +105,16 @@ class FaceStatus:
         }
 
     def gained(self, name: str) -> float:
-        """Returns by how much a counter grew from the first to the second sample."""
-        return sum(
-            value - self.before.get(key, 0.0)
-            for key, value in self.after.items()
-            if re.fullmatch(name, key[0])
-        )
+        """Returns by how much a counter grew from the first to the second sample.
+
+        After a restart between them, it grew from 0.
+        """
+        grown = 0.0
+        for key, value in self.after.items():
+            if re.fullmatch(name, key[0]):
+                before = self.before.get(key, 0.0)
+                grown += value - before if value >= before else value
+        return grown
 
     def rate(self, name: str) -> float:
         """Returns by how much a counter grew in a second."""

@@ -22,7 +22,7 @@ import zmq
 from examples.engine.options import EngineOptions
 from kvd.cli.face_client import FaceClient, addresses
 from kvd.cli.main import main
-from kvd.cli.status import check, of_one_process, read_samples
+from kvd.cli.status import FaceStatus, check, of_one_process, read_samples
 from kvd.config import settings, sources
 from kvd.config.parsers import Binds, TcpBind, UnixBind
 from tests.support import http_client
@@ -478,6 +478,12 @@ def test_only_faces_that_are_on_are_asked() -> None:
     values = {"indexer": Binds((secured, plain)), "slot-tracker": "off"}
     values |= {"selection": Binds((local,)), "conductor": Binds((secured,))}
     assert addresses(values) == {"indexer": plain, "selection": local, "conductor": secured}
+
+
+def test_rates_are_not_negative_after_a_restart() -> None:
+    face = FaceStatus("indexer", TcpBind("::1", 1), seconds=2.0)
+    face.before, face.after = {("a", ""): 100.0, ("b", ""): 4.0}, {("a", ""): 6.0, ("b", ""): 6.0}
+    assert (face.rate("a"), face.rate("b")) == (3.0, 1.0)
 
 
 def test_samples_are_read() -> None:
