@@ -69,7 +69,7 @@ class Unreached(Exception):
 
 
 # Exceptions where an answer lacks what this version of kvd would have written.
-OTHER_FORM = (KeyError, TypeError, AttributeError)
+OTHER_FORM = (KeyError, TypeError, AttributeError, RecursionError)
 
 
 def reason(error: Exception) -> str:

@@ -26,6 +26,7 @@ from kvd.client.connecting import (
     CONNECT_S,
     FREE_S,
     LATE,
+    LONGEST_WAIT_S,
     LOST,
     MAX_ANSWER_BYTES,
     MAX_CONNECTIONS,
@@ -235,7 +236,7 @@ class BlockingAsker:
 
 
 def _left_s(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
+    return min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_S)
 
 
 class Client(_Faces[Blocking]):

@@ -22,6 +22,7 @@ UNIX = "unix:"
 # Longest time of a call with all its attempts and pauses: a selection may wait 25 s for a rank.
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0  # part of a call's time in which its connection has to be made
+LONGEST_WAIT_S = 86400.0  # of a blocking call with an endless timeout: poll(2) takes no such time
 FREE_S = 5.0  # longest time for freeing a reservation, which delays a cancelled caller
 # Longest answer that is kept. A dump of a large index is longer; a setting allows it.
 MAX_ANSWER_BYTES = 256 * 1024 * 1024

@@ -170,7 +170,7 @@ def _text(body: bytes) -> str:
     """Returns the text of a refusal by kvd, or by a proxy in front of it."""
     try:
         said = json.loads(body)["error"]
-    except (ValueError, LookupError, TypeError):  # not from kvd: a proxy's page, or empty
+    except (ValueError, LookupError, TypeError, RecursionError):  # a proxy's page, or empty
         said = body.decode(errors="replace").strip()[:MAX_TEXT]
     if isinstance(said, dict) and "message" in said:  # from the gateway, in OpenAI's form
         said = said["message"]

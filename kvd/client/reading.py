@@ -58,7 +58,7 @@ def body_reader(kind: Any) -> Callable[[bytes], Any]:
     def read_body(body: bytes) -> Any:
         try:
             value = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Mismatch("not JSON") from None
         return read(value)
 

@@ -764,6 +764,11 @@ async def test_no_more_calls_than_connections_block_at_once(
             await trio.to_thread.run_sync(client.selection.loads)
 
 
+async def test_a_timeout_may_be_endless(making: Make, open_kvd: Faces) -> None:
+    async with making(**addresses(open_kvd), timeout_s=math.inf) as either:
+        assert await either.ask(lambda kvd: kvd.indexer.workers()) == ()
+
+
 async def test_many_tasks_share_a_client(open_kvd: Faces) -> None:
     async with on_trio(open_kvd) as (either, client):
 

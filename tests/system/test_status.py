@@ -251,6 +251,7 @@ def test_answers_of_another_version_are_no_crash(
         (b'{"else": 1}', "has another form"),
         (b'{"findings": [{"else": 1}]}', "has another form"),
         (b'[{"else": 1}]', "has another form"),
+        (b"[" * 100_000, "has another form"),
         (b"<html>", "the answer is not JSON: this is no kvd"),
     ):
         with other_version(answer) as flags:
