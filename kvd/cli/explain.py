@@ -22,6 +22,7 @@ from kvd.cli.face_client import FaceClient, FaceRefused, ask_first
 from kvd.config.parsers import U64_DIGITS, Bind
 from kvd.faces.common.schemas import EXPLAIN_PATH
 from kvd.telemetry.logs import plain
+from kvd.wire.event_stream import StreamHealth
 
 EXPLAINED, REFUSED = 0, 1  # exit codes
 
@@ -226,7 +227,13 @@ def _cached(candidate: Json, blocks: int) -> str:
 
 
 def _end_reason(candidate: Json) -> str:
-    ended = candidate["ended"]
+    """Returns why a candidate caches no more; events that were missed make that doubtful."""
+    is_exact = candidate["stream"] in (None, StreamHealth.EXACT)
+    doubt = "" if is_exact else f"; its stream is {candidate['stream']}"
+    return _end(candidate["ended"]) + doubt
+
+
+def _end(ended: Json) -> str:
     text = REASONS[ended["why"]]
     if ended["why"] == "end_of_prompt":
         return text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvd.errors import BadRequest
 from kvd.index.registry import Registry
-from kvd.model import PartitionKey, RankKey
+from kvd.model import InstanceId, PartitionKey, RankKey
 from kvd.selection.affinity import Affinity
 from kvd.selection.candidates import Candidates, schedulable
 from kvd.selection.phases import Phase, in_phase
@@ -216,7 +216,7 @@ class RankChooser:
                 cost_of(row, settings),
                 terms(row, settings),
                 pool.exceeded(at, settings),
-                self.stream(candidates, row),
+                self.stream(candidates.key, row.worker_id, row.dp_rank),
                 self.expected_ttft_s(candidates, row, phase),
             )
             for at, row in enumerate(pool.explain(settings, eligible, factors))
@@ -224,9 +224,9 @@ class RankChooser:
         policy = Policy.of(request.settings)
         return Weighed(phase, attempt.basis, policy, settings, chances, rows)
 
-    def stream(self, candidates: Candidates, row: Explained) -> StreamHealth | None:
+    def stream(self, key: PartitionKey, worker_id: InstanceId, dp_rank: int) -> StreamHealth | None:
         """Returns the health of a rank's stream, None without one."""
-        listener = self._registry.find_listener(RankKey(candidates.key, row.worker_id, row.dp_rank))
+        listener = self._registry.find_listener(RankKey(key, worker_id, dp_rank))
         return None if listener is None else listener.health(self._clock())
 
 

@@ -71,7 +71,7 @@ class Replies:
         return row._asdict() | {
             "has_session": has,
             "expected_ttft_s": expected_s,
-            "stream": self._chooser.stream(candidates, row),
+            "stream": self._chooser.stream(candidates.key, row.worker_id, row.dp_rank),
         }
 
 

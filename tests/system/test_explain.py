@@ -298,6 +298,26 @@ def test_an_index_without_a_selection_says_what_it_holds(patient: Patient) -> No
     assert choice["candidates"][0]["ended"]["why"] == "never_stored"
 
 
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_a_stream_that_has_missed_events_is_told(
+    patient: Patient, binds: list[str], capsys: Capture, tmp_path: Path, is_chosen: bool
+) -> None:
+    (rank,) = ranks(patient, 1) if is_chosen else (Rank(patient.rank()),)
+    tokens = prompt(14, 2)
+    rank.serve(tokens)
+    wait_blocks(patient, tokens, "1", 2)
+    (tmp_path / "prompt").write_text(" ".join(map(str, tokens)))
+    command = ["explain", str(tmp_path / "prompt"), "--model-name=m", *binds]
+    assert main(command) == 0
+    assert "its stream is" not in capsys.readouterr().out
+    rank.skip(1)
+    rank.serve(prompt(15))
+    patient.until_applied("m", 1, 0, rank.seq)
+    assert candidates(explained(patient, token_ids=tokens))["1"]["stream"] == "degraded"
+    assert main(command) == 0
+    assert "all of it; its stream is degraded" in capsys.readouterr().out
+
+
 def test_the_same_tokens_for_another_tenant(patient: Patient) -> None:
     rank, _ = Rank(patient.rank()), patient.rank(tenant_id="t")
     tokens = prompt(10, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvd.faces.explain.questions import BookedRequest, ExplainRequest, HashedPrompt
@@ -83,8 +83,11 @@ class ExplanationWriter:
             "more_candidates": max(0, len(order) - MAX_CANDIDATES),
         }
 
-    def unchosen(self) -> dict[str, Any]:
-        """Returns what each rank caches, for a model whose ranks are not chosen here."""
+    def unchosen(self, stream: Callable[[int | str, int], str | None]) -> dict[str, Any]:
+        """Returns what each rank caches, for a model whose ranks are not chosen here.
+
+        `stream` returns the health of a rank's stream.
+        """
         rows = sorted(self._traces.rows.items(), key=lambda row: (-row[1].all.depth, str(row[0])))
         return {
             "phase": None,
@@ -97,7 +100,9 @@ class ExplanationWriter:
             "chosen": None,
             "runner_up": None,
             "candidates": [
-                _rank_members(*traced_rank) | self._cached(traced_rank, None)
+                _rank_members(*traced_rank)
+                | {"stream": stream(*traced_rank)}
+                | self._cached(traced_rank, None)
                 for traced_rank, _ in rows[:MAX_CANDIDATES]
             ],
             "more_candidates": max(0, len(rows) - MAX_CANDIDATES),

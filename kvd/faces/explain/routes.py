@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -65,7 +66,8 @@ class Explainer:
         now = self.selections.clock()
         writer = ExplanationWriter(prompt, traces, now)
         answer = heading(question, prompt, size, now)
-        answer["choices"] = [writer.choice(each) for each in weighed] or [writer.unchosen()]
+        stream = partial(self.selections.chooser.stream, question.key)
+        answer["choices"] = [writer.choice(each) for each in weighed] or [writer.unchosen(stream)]
         answer |= writer.events()
         answer["chronicle"] = chronicled(self.state.chronicle, now)
         return bodies.json_response(answer)

@@ -23,7 +23,12 @@ const REASONS = {
 const nameOf = ({ worker_id: worker, dp_rank: rank }) => `${worker}:${rank}`;
 const ago = (seconds) => `${number(seconds, 1)} s ago`;
 
-function whyOf({ ended }) {
+function whyOf({ ended, stream }) {
+  const doubt = stream === null || stream === "exact" ? "" : `; its stream is ${stream}`;
+  return endOf(ended) + doubt;
+}
+
+function endOf(ended) {
   const { why, tier, age_s: age, at_block: block, elsewhere_blocks: elsewhere } = ended;
   if (why === "end_of_prompt") return REASONS[why];
   const told = [`block ${number(block)}: ${REASONS[why]}`];
