@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser.conftest import WORKERS, OpenWindow, Window
 from tests.support.pictured import MODEL, Pictured, pictured
+from tests.support.ports import find_free_port
 
 pytestmark = pytest.mark.browser
 
@@ -49,7 +50,8 @@ def guarded(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tokens = folder / "tokens"
     tokens.write_text(f"person read {TOKEN}\noperator read,lifecycle,admin {OPERATOR}\n")
     tokens.chmod(0o600)
-    with pictured(folder, 2, f"--tokens-file={tokens}", token=OPERATOR) as found:
+    everywhere = f"--conductor-bind=0.0.0.0:{find_free_port()}"
+    with pictured(folder, 2, f"--tokens-file={tokens}", everywhere, token=OPERATOR) as found:
         yield found
 
 
@@ -80,6 +82,16 @@ def test_it_asks_for_a_token_until_one_holds(open_window: OpenWindow, guarded: P
     window.until("#rank-count", "2 ranks")
     page.click("#token-open")
     assert "unknown" not in page.locator("#token-why").inner_text()
+
+
+def test_a_face_on_every_address_is_linked_by_the_pages_own_host(
+    open_window: OpenWindow, guarded: Pictured
+) -> None:
+    window = open_window(guarded, expected=UNAUTHORIZED)
+    give(window, TOKEN)
+    window.until("#faces", "conductor 0.0.0.0:")
+    links = [each.get_attribute("href") for each in window.page.locator("#faces a").all()]
+    assert len(links) == 3 and all(each.startswith("http://127.0.0.1:") for each in links)
 
 
 def test_it_goes_on_after_a_restart(open_window: OpenWindow, guarded: Pictured) -> None:

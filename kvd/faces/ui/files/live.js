@@ -14,6 +14,7 @@ const TILES = [
   ["events_per_s", "Events/s", (value) => number(value, 1), 0],
 ];
 const FACE_PAGES = /^(tls:)?([^/]+:\d+)$/; // addresses that a browser can open
+const EVERYWHERE = /^(0\.0\.0\.0|\[::\])(?=:)/; // this page's host has such an address, too
 
 const nameOf = (each) => `${each.worker_id}:${each.dp_rank}`;
 const placeOf = (each) =>
@@ -195,7 +196,8 @@ export class Live {
       const where = addresses.flatMap((address, at) => {
         const [, tls, host] = FACE_PAGES.exec(address) ?? [];
         const link = make(host ? "a" : "span", "", address);
-        if (host) link.href = `${tls ? "https" : "http"}://${host}/ui`;
+        const there = host?.replace(EVERYWHERE, location.hostname);
+        if (there) link.href = `${tls ? "https" : "http"}://${there}/ui`;
         return at ? [", ", link] : [link];
       });
       const item = make("li", "", make("strong", "", name), " ", ...where);
