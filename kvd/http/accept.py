@@ -51,14 +51,17 @@ async def accept_connections(
     lines = RateLimit(SHORTAGE_LOG_SECONDS)
     while True:
         await trio.lowlevel.wait_readable(listener)
+        accepted = 0
         try:
-            for _ in range(ACCEPTS_PER_TURN):
+            for accepted in range(ACCEPTS_PER_TURN):
                 sock, _address = listener.accept()
                 sock.setblocking(False)
                 admit(sock)
         except BlockingIOError:
             pass
         except OSError as error:
+            if error.errno in SHORTAGES and accepted:
+                continue  # the kernel says so even if nobody waits
             if error.errno in SHORTAGES:
                 stats.accept_pauses += 1
                 if lines.admit(error.errno, trio.current_time()) is not None:
