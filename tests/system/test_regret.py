@@ -78,6 +78,7 @@ def test_what_a_report_refuses(kvd_process: Callable[..., Server]) -> None:
             ({"cached_tokens": 65, "prompt_tokens": 64}, 400),
             ({"ttft_ms": 0}, 400),
             ({"ttft_ms": -1}, 400),
+            ({"ttft_ms": 1e308}, 400),  # infinite sums would be no JSON
             ({"output_tokens": -1}, 422),
             ({"cached_tokens": "1", "prompt_tokens": 2}, 422),
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +21,9 @@ from kvd.selection.worker_record import DEFAULT_MODEL
 from kvd.slots.live_requests import Receipt
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.settings import Settings
+
+# Longest time that a body may give: sums of times stay finite, as JSON needs.
+MAX_MILLISECONDS = 2**53
 
 
 def partition_key(members: bodies.Members) -> PartitionKey:
@@ -72,8 +74,8 @@ def optional_seconds(members: bodies.Members, name: str) -> float | None:
     if members.get(name) is None:
         return None
     milliseconds = number(members, name)
-    if not 0.0 < milliseconds < math.inf:
-        raise BadRequest(f"{name} must be above 0")
+    if not 0.0 < milliseconds <= MAX_MILLISECONDS:
+        raise BadRequest(f"{name} must be above 0 and at most {MAX_MILLISECONDS}")
     return milliseconds / 1000.0
 
 

@@ -46,6 +46,7 @@ from kvd.faces.indexer.schemas import (
     WARNING,
 )
 from kvd.faces.selection.choosing import INPUT_TRIGGERS, OVERRIDES
+from kvd.faces.selection.members import MAX_MILLISECONDS
 from kvd.faces.selection.records import ENFORCEMENTS
 from kvd.faces.selection.tuning import OFF
 from kvd.selection.options import RouterMode
@@ -77,6 +78,7 @@ POLICY: Schema = {
 
 
 ABOVE_0: Schema = {**NUMBER, "exclusiveMinimum": 0}
+MILLISECONDS: Schema = {**ABOVE_0, "maximum": MAX_MILLISECONDS}
 
 
 def optional(**schemas: Schema) -> dict[str, Schema]:
@@ -225,7 +227,7 @@ SELECT = members(
         ),
         explain=FLAG,
         expected_ttft=FLAG,
-        slo_ttft_ms=ABOVE_0,
+        slo_ttft_ms=MILLISECONDS,
         phase=one_of(*Phase),
         nvext=members(
             {},
@@ -337,7 +339,7 @@ RESERVED = row({"reservation_id": TEXT, **PARTITION, **RANK, "endpoint": nullabl
 REPORT = members(
     {},
     optional(
-        prompt_tokens=ISL_TOKENS, cached_tokens=ISL_TOKENS, output_tokens=U32, ttft_ms=ABOVE_0
+        prompt_tokens=ISL_TOKENS, cached_tokens=ISL_TOKENS, output_tokens=U32, ttft_ms=MILLISECONDS
     ),
 )
 ACCOUNT = {
