@@ -144,10 +144,10 @@ class Head:
 
 def _origin_form(target: bytes) -> bytes:
     """Returns path and query of an absolute-form target, which a client sends to a proxy."""
-    scheme, separator, rest = target.partition(b"://")
-    if not separator or scheme.lower() not in (b"http", b"https"):
-        raise Refusal(400, "malformed request target")
+    scheme, _, rest = target.partition(b"://")
     authority = rest.partition(b"/")[0].partition(b"?")[0]
+    if not authority or scheme.lower() not in (b"http", b"https"):
+        raise Refusal(400, "malformed request target")
     path = rest[len(authority) :]
     return path if path.startswith(b"/") else b"/" + path
 

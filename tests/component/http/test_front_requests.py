@@ -315,6 +315,12 @@ async def test_absolute_targets_are_taken_as_paths() -> None:
         assert (await client.request("GET", "http://kvd?q")).status == 404
 
 
+@pytest.mark.parametrize("target", ["http:///describe", "http://?q", "ftp://kvd/describe", "kvd"])
+async def test_targets_that_are_no_url_of_a_server_are_refused(target: str) -> None:
+    async with serving() as running, running.client() as client:
+        assert (await client.request("GET", target)).status == 400
+
+
 def test_a_table_of_routes_that_cannot_be_served_is_a_mistake() -> None:
     route = Route("GET", "/a", lambda request: Response(200, b""))
     app = build_app((route,), HttpLimits(), ServerContext())
