@@ -142,8 +142,7 @@ class _Supervisor:
         self._announced = False
         self._stopping = False
         self._code = 0
-        limit_us = os.environ.get("WATCHDOG_USEC")
-        self._watchdog_s = None if limit_us is None else int(limit_us) / 1e6
+        self._watchdog_s = sdnotify.watchdog_s()
 
     def _open_shared(self, config: Config, passed: PassedSockets) -> list[list[Named]]:
         """Returns the sockets of the gateway's port, a list for each process that shares it."""

@@ -57,15 +57,21 @@ def notify_reloading() -> None:
     notify(b"RELOADING=1\nMONOTONIC_USEC=%d" % (time.monotonic_ns() // 1000))
 
 
+def watchdog_s() -> float | None:
+    """Returns how often, in seconds, systemd demands a message; None if it does not watch."""
+    limit_us = os.environ.get("WATCHDOG_USEC", "")
+    return int(limit_us) / 1e6 or None if limit_us.isdecimal() else None
+
+
 async def feed_watchdog(starting: Callable[[], bool]) -> None:
     """Notifies systemd that this loop runs, twice as often as systemd demands.
 
     While the daemon is `starting`, each message also asks for more time.
     """
-    limit_us = os.environ.get("WATCHDOG_USEC")
-    if limit_us is None:
+    limit_s = watchdog_s()
+    if limit_s is None:
         return
     extension = b"\n%b%d" % (EXTENSION, START_EXTENSION_US)
     while True:
         notify(WATCHDOG + (extension if starting() else b""))
-        await trio.sleep(int(limit_us) / 2_000_000)
+        await trio.sleep(limit_s / 2)

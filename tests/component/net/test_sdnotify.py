@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvd.platform.sdnotify import READY, STOPPING, WATCHDOG, notify_ready, send
+from kvd.platform.sdnotify import (
+    READY,
+    STOPPING,
+    WATCHDOG,
+    feed_watchdog,
+    notify_ready,
+    send,
+    watchdog_s,
+)
 
 
 @pytest.mark.parametrize("address", ["{tmp_path}/notify", "@kvd-test-{pid}"])
@@ -34,6 +42,31 @@ def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
         manager.bind(address)
         assert send(WATCHDOG, address)
         assert not all(send(WATCHDOG, address) for _ in range(5000))
+
+
+@pytest.mark.parametrize(
+    ("limit_us", "seconds"),
+    [("2000000", 2.0), ("0", None), ("", None), ("-1", None), ("often", None)],
+)
+async def test_a_watchdog_is_fed_if_there_is_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: object,
+    limit_us: str,
+    seconds: float | None,
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/notify")
+    monkeypatch.setenv("WATCHDOG_USEC", limit_us)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"{tmp_path}/notify")
+        manager.setblocking(False)
+        with trio.move_on_after(3.5):
+            await feed_watchdog(lambda: False)
+        heard = 0
+        with contextlib.suppress(BlockingIOError):
+            while manager.recv(100) == WATCHDOG:
+                heard += 1
+        assert (heard, watchdog_s()) == (0 if seconds is None else 4, seconds)
 
 
 async def test_ready_is_said_until_it_is_heard(
