@@ -131,7 +131,11 @@ def components(
 
 
 def diagnosed(
-    parts: Components, ports: Ports, keeper: Keeper | NoKeeper, decisions: RotatingWriter | None
+    parts: Components,
+    ports: Ports,
+    keeper: Keeper | NoKeeper,
+    decisions: RotatingWriter | None,
+    fleet: FleetFile,
 ) -> DiagnosedParts:
     failures = {"state directory": lambda: keeper.failures}
     if decisions is not None:
@@ -147,6 +151,7 @@ def diagnosed(
         parts.gateway.choices,
         {face.name: face.authorizer for face in ports.apis.served},
         failures,
+        fleet.faults,
     )
 
 

@@ -257,7 +257,7 @@ class _Daemon:
         self._shared = self._share(config, accounts, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
-        diagnosed = assembly.diagnosed(self._parts, ports, self._keeper, decisions)
+        diagnosed = assembly.diagnosed(self._parts, ports, self._keeper, decisions, self._fleet)
         self._doctor = Doctor(diagnosed, ports.dialer, trio.current_time(), self._shared.shown)
         self._picture = Picture(assembly.pictured(self._parts, ports))
         self._reloader = Reloader(

@@ -235,5 +235,6 @@ class Evidence:
     replicas: tuple[ReplicaEvidence, ...] = ()
     traffic: ReplicaTraffic = ReplicaTraffic()
     shared: SharedEvidence | None = None
+    fleet_faults: Mapping[str, str] = field(default_factory=dict)  # why, by file or entry
     unwritten: Mapping[str, Growth] = field(default_factory=dict)  # failed writes, by content
     clock_lead_s: float = 0.0  # the most that a replica's clock was ahead lately

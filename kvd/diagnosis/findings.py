@@ -144,6 +144,12 @@ KINDS: Mapping[str, FindingKind] = {
         "the engine's replay buffer does not reach back to what is missing",
         'raise "buffer_steps" in the engine\'s --kv-events-config; vLLM has 10000 batches',
     ),
+    "fleet_not_applied": FindingKind(
+        Severity.ERROR,
+        "the fleet file, or an entry of it, is not in force: what it said before still is",
+        "correct the file (`kvd config check --fleet-file FILE` names its first mistake), or "
+        "unregister what a client has in the entry's place; then save the file, or reload kvd",
+    ),
     "model_name_mismatch": FindingKind(
         Severity.ERROR,
         "a model is asked for, or published, under a name that is not registered",

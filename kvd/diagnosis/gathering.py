@@ -78,6 +78,7 @@ class DiagnosedParts:
     choices: Choices  # of the gateway
     authorizers: Mapping[str, Authorizer]  # by face, of those that are served
     failures: Mapping[str, Callable[[], int]]  # counts of failed writes, by content
+    fleet_faults: Callable[[], Mapping[str, str]]  # why the fleet file is not in force, by part
 
 
 class Gathering:
@@ -156,6 +157,7 @@ class Gathering:
             ),
             traffic=ReplicaTraffic(grown["replicas", "overflows"], grown["replicas", "missed"]),
             shared=_shared(shared()),
+            fleet_faults=parts.fleet_faults(),
             unwritten=_counts_of(grown, "unwritten"),
             clock_lead_s=self._clock_lead_s(now),
         )

@@ -14,6 +14,8 @@ MOST_NAMED = 4  # registered names, or ranks, that a finding lists
 
 def check_identity(evidence: Evidence) -> Iterator[Finding]:
     """Yields models and tenants that are asked for in vain, and faults of registrations."""
+    for subject, why in evidence.fleet_faults.items():
+        yield found("fleet_not_applied", subject, why)
     # Workers that cannot be chosen are registered all the same, and have findings of their own.
     registered = evidence.registered.union(worker.key for worker in evidence.workers)
     for key, asked in evidence.unknown.items():

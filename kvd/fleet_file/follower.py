@@ -113,13 +113,14 @@ class FleetFileFollower:
         self._targets = targets
         self._check_every_s = check_every_s
         self._held: dict[tuple[str, Hashable], Registered] = {}
-        self._failed: dict[tuple[str, Hashable], str] = {}  # why, by entry
+        self._failed: dict[tuple[str, Hashable], tuple[FleetFileEntry, str]] = {}  # and why
         self._elsewhere = 0  # entries of faces that are off, and of models served elsewhere
         self._requested = trio.Event()
         self._taken: Written | None = None  # what a reload has read, to be applied
         self._entries: dict[tuple[str, Hashable], Any] = {}  # what the last applied file said
         self._reloading = False
         self._applied: Signature = ""  # of the file that was read last, refused or not
+        self._refused = ""  # why the file as it is now is not in force; "" if it is
         self.reads = {"applied": 0, "refused": 0}
 
     async def run(self) -> NoReturn:
@@ -144,6 +145,7 @@ class FleetFileFollower:
             written = await self._written(self._outgoing.allowed)
         except StartError as error:
             self.reads["refused"] += 1
+            self._refused = str(error)
             log.error("fleet_refused", reason=error)
         else:
             await self._reconcile(written)
@@ -155,6 +157,12 @@ class FleetFileFollower:
             return None
         return held.wanted
 
+    def faults(self) -> dict[str, str]:
+        """Returns why the file, or an entry of it, is not in force, by what it concerns."""
+        if self._refused:
+            return {str(self._path): self._refused}
+        return {f"{entry} of {self._path}": why for entry, why in self._failed.values()}
+
     # ---- as a part of a reload
 
     @contextlib.asynccontextmanager
@@ -163,8 +171,10 @@ class FleetFileFollower:
         self._reloading = True
         try:
             yield
-        except StartError:
-            self._applied = await _signature(self._path)
+        except StartError as error:
+            self._applied, before = await _signature(self._path), self._applied
+            if self._applied != before:
+                self._refused = str(error)
             raise
         finally:
             self._reloading = False
@@ -206,6 +216,7 @@ class FleetFileFollower:
         return fleetfile.rows(fleetfile.read(self._path))
 
     async def _reconcile(self, written: Written) -> None:
+        self._refused = ""
         entries, self._entries = written.entries, written.wanted
         wanted = {(each.table, each.key): each for each in entries if each.table in self._targets}
         self._elsewhere = len(entries) - len(wanted)
@@ -276,7 +287,7 @@ class FleetFileFollower:
         except Misdirected:
             self._elsewhere += 1
         except KvdError as error:
-            self._failed[name] = str(error)
+            self._failed[name] = entry, str(error)
             log.warning("fleet_entry_failed", entry=entry, reason=error)
         else:
             self._held[name] = Registered(entry.wanted, known)

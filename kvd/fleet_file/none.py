@@ -23,6 +23,10 @@ class NoFleetFile:
     def held(self, table: str, key: Hashable) -> None:
         """Returns None."""
 
+    def faults(self) -> dict[str, str]:
+        """Returns nothing."""
+        return {}
+
     @contextlib.asynccontextmanager
     async def reloading(self) -> AsyncIterator[None]:
         """Does nothing around a reload."""

@@ -515,6 +515,7 @@ async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
             faces.path.write_text(rank(1) + rank(2, 2))
             await faces.fleet.prepare(DEFAULT)
             raise StartError("something elsewhere is wrong")
+    assert faces.fleet.faults() == {str(faces.path): "something elsewhere is wrong"}
     with pytest.raises(StartError, match=f"{faces.path}: indexer, entry 1: .*outgoing_allow"):
         async with faces.fleet.reloading():
             await faces.fleet.prepare(AllowedNetworks())
@@ -523,6 +524,7 @@ async def test_what_a_refused_reload_has_left_out_waits_for_another_change(
     assert faces.fleet.reads == {"applied": 1, "refused": 1}
     faces.path.write_text(rank(1) + rank(2, 2) + rank(3, 3))
     await until(lambda: len(faces.there()["indexer"]) == 3)
+    assert faces.fleet.faults() == {}
 
 
 async def until(condition: Callable[[], object]) -> None:
