@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from kvd.diagnosis.capacity import check_capacity, check_files
 from kvd.diagnosis.choices import check_choices
-from kvd.diagnosis.engines import check_engine
-from kvd.diagnosis.events import check_events
+from kvd.diagnosis.engines import check_engine, check_restart
+from kvd.diagnosis.events import check_events, check_loss
 from kvd.diagnosis.evidence import Evidence
 from kvd.diagnosis.findings import KINDS, Finding
 from kvd.diagnosis.identity import check_identity
@@ -38,8 +38,9 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 def walk(evidence: Evidence) -> Iterator[Finding | None]:
     """Yields all that is wrong, and None where other tasks may run."""
     for number, stream in enumerate(evidence.streams, 1):
-        yield from check_engine(stream)
-        yield from check_events(stream)
+        faults = [*check_engine(stream), *check_events(stream)]
+        yield from faults or check_loss(stream)
+        yield from check_restart(stream)
         if number % SLICE == 0:
             yield None
     yield from check_gateway(evidence)

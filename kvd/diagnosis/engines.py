@@ -43,6 +43,10 @@ def check_engine(stream: StreamEvidence) -> Iterator[Finding]:
     elif stream.quiet == Quiet.SILENT:
         evidence = f"connected to {stream.endpoint}, 0 messages for {stream.quiet_s:.0f} s or more"
         yield found("engine_silent", stream.subject, evidence)
+
+
+def check_restart(stream: StreamEvidence) -> Iterator[Finding]:
+    """Yields that the engine was started again a short while ago."""
     if stream.restarted_s is not None and stream.restarted_s < RECENT_S:
         times = "once" if stream.restarts == 1 else f"{stream.restarts} times"
         evidence = f"restarted {times}, the last time {stream.restarted_s:.0f} s ago"

@@ -26,10 +26,19 @@ def check_events(stream: StreamEvidence) -> Iterator[Finding]:
     if 0 < stream.batches_flawed < stream.messages and stream.loss:
         evidence = f"{stream.batches_flawed} of {stream.messages} batches: {stream.flaw}"
         yield found("batches_unreadable", stream.subject, evidence)
+    if stream.crashes and stream.loss:
+        evidence = f"{counted(stream.crashes, 'batch', 'batches')}; the stream lacks events"
+        yield found("internal_error", stream.subject, f"{evidence} ({stream.loss})")
     if stream.lost and stream.loss:
         yield from _check_lost(stream)
     else:
         yield from _check_replay(stream)
+
+
+def check_loss(stream: StreamEvidence) -> Iterator[Finding]:
+    """Yields why a stream is degraded in which nothing else is wrong by now."""
+    if stream.is_degraded:
+        yield found("stream_degraded", stream.subject, stream.loss)
 
 
 def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
@@ -67,7 +76,7 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
             f"{stream.dropped} batches found no room in the queue of the stream; {_lost(stream)}"
         )
         yield found("queue_full", stream.subject, evidence, "stream")
-    if stream.dropped + stream.too_large < stream.lost:
+    if stream.dropped + stream.too_large + stream.crashes < stream.lost:
         yield found("messages_lost", stream.subject, _lost(stream))
     answered = sum(stream.replays.get(end, 0) for end in ANSWERED)
     unanswered = sum(stream.replays.get(end, 0) for end in UNANSWERED)
@@ -75,7 +84,10 @@ def _check_lost(stream: StreamEvidence) -> Iterator[Finding]:
         evidence = f"no replay endpoint is registered; {_lost(stream)}"
         yield _missing(stream, evidence)
     elif answered:
-        evidence = f"{answered} replays of {stream.replay_endpoint} were answered; {_lost(stream)}"
+        evidence = (
+            f"{counted(answered, 'replay')} of {stream.replay_endpoint} brought an answer; "
+            f"{_lost(stream)}"
+        )
         yield found("replay_too_short", stream.subject, evidence)
     elif unanswered:
         brought = f"brought only {counted(stream.strays, 'message')} that did not fit"

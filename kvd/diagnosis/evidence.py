@@ -48,6 +48,7 @@ class StreamEvidence:
     is_paused: bool = False
     is_connected: bool = True
     last_error: str = ""
+    is_degraded: bool = False
     quiet: str = ""  # a Quiet of kvd.wire.stream_link
     quiet_s: float = 0.0
     messages: int = 0
@@ -59,6 +60,7 @@ class StreamEvidence:
     restarted_s: float | None = None  # seconds since the last restart
     gaps: int = 0
     lost: int = 0  # messages that are missing for good
+    crashes: int = 0  # bugs; each cost a batch
     dropped: int = 0  # lost messages for which the stream's queue had no room
     replays: Mapping[str, int] = field(default_factory=dict)  # by how they ended
     strays: int = 0  # messages in replays that did not fit the request

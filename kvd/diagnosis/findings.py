@@ -117,6 +117,12 @@ KINDS: Mapping[str, FindingKind] = {
         "some batches cannot be decoded; what they said is not known",
         "look for event=batch_not_understood in kvd's log, and for an engine newer than this kvd",
     ),
+    "internal_error": FindingKind(
+        Severity.ERROR,
+        "a bug or a lack of memory in kvd has cost a batch",
+        "look for event=stream_crashed in kvd's log; if memory was short, allow kvd more of it, or "
+        "set index_max_blocks; then restart the engine, or have all its ranks clear their caches",
+    ),
     "messages_lost": FindingKind(
         Severity.ERROR,
         "batches were published that have not arrived",
@@ -143,6 +149,11 @@ KINDS: Mapping[str, FindingKind] = {
         Severity.WARNING,
         "the engine's replay buffer does not reach back to what is missing",
         'raise "buffer_steps" in the engine\'s --kv-events-config; vLLM has 10000 batches',
+    ),
+    "stream_degraded": FindingKind(
+        Severity.WARNING,
+        "events are missing for good: evicted blocks may be credited, and stored ones missed",
+        "restart the engine, or have all its ranks clear their caches",
     ),
     "fleet_not_applied": FindingKind(
         Severity.ERROR,

@@ -8,7 +8,7 @@ import zmq
 from examples.engine.caches import BLOCK_SIZE
 from tests.captures.recording import load
 from tests.support.engines import address_of
-from tests.support.patients import Patient, Rank, prompt
+from tests.support.patients import WITHIN_S, Patient, Rank, prompt
 from tests.support.ports import find_free_port
 
 HASHES = [11, 12]
@@ -125,6 +125,18 @@ def test_a_part_of_the_batches_cannot_be_read(patient: Patient) -> None:
     rank.serve(prompt(1))
     rank.publish([["BlockStored", "no hashes", None, [], BLOCK_SIZE, None]])
     assert "1 of 2 batches" in patient.finds("batches_unreadable")["evidence"]
+
+
+def test_a_loss_that_no_other_finding_explains(patient: Patient) -> None:
+    rank = Rank(patient.rank())
+    rank.serve(prompt(1))
+    patient.until_applied("m", 1, 0, rank.seq)
+    patient.empty()
+    rank.engine.wait_unsubscribed(WITHIN_S)
+    patient.register(rank.engine.endpoint("pub"))
+    rank.engine.wait_subscribed(1, WITHIN_S)
+    rank.serve(prompt(2))
+    assert patient.finds("stream_degraded")["evidence"] == "registered again"
 
 
 @pytest.mark.parametrize(

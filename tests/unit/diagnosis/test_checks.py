@@ -159,6 +159,10 @@ def test_a_line_to_paste_has_no_name_that_a_shell_would_run(host: str, shown: st
         (replace(STREAM, is_connected=False, last_error="message too large: tcp://x"), []),
         (replace(STREAM, restarts=2, restarted_s=1.0), ["engine_restarted"]),
         (replace(STREAM, restarts=2, restarted_s=RECENT_S), []),
+        (
+            replace(STREAM, is_degraded=True, loss="unknown", restarts=1, restarted_s=1.0),
+            ["engine_restarted", "stream_degraded"],
+        ),
     ],
 )
 def test_an_engine(stream: StreamEvidence, expected: list[str]) -> None:
@@ -185,6 +189,14 @@ def test_what_an_http_server_says_is_taken_for_a_peer_for_a_moment() -> None:
         (replace(LOST, replays={"late": 1}), ["messages_lost"]),
         (replace(LOST, dropped=5, replays={"marker": 1}), ["queue_full", "replay_too_short"]),
         (replace(LOST, dropped=2), ["messages_lost", "queue_full"]),
+        (replace(STREAM, crashes=1, loss="an internal error"), ["internal_error"]),
+        (replace(STREAM, crashes=1), []),  # the engine has cleared its cache since
+        (
+            replace(LOST, lost=1, crashes=1, replays={"marker": 1}),
+            ["internal_error", "replay_too_short"],
+        ),
+        (replace(STREAM, is_degraded=True, loss="registered again"), ["stream_degraded"]),
+        (replace(LOST, is_degraded=True, replays={"late": 1}), ["messages_lost"]),
         (
             replace(LOST, bad_frames={"too_large": 5}, replays={"marker": 1}),
             ["message_too_large", "replay_too_short"],
