@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvd.config import parsers
@@ -44,7 +43,9 @@ def add_options(
     policy: Callable[[str], Any] | None = None,
 ) -> None:
     """Adds the options of the command; `usage` wraps parsers of values, `policy` parses one."""
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="file of recorded requests")
+    parser.add_argument(
+        "trace", type=usage(parsers.parse_path), metavar="TRACE", help="file of recorded requests"
+    )
     parser.add_argument(
         "--policy",
         action="append",
@@ -83,8 +84,9 @@ def add_options(
         metavar="N",
         help="maximum number of concurrent replays (default: one per processor)",
     )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="picture to write, as SVG")
-    group.add_argument("--json", type=Path, metavar="FILE", help="figures to write, as JSON")
+    file = usage(parsers.parse_path)
+    group.add_argument("--plot", type=file, metavar="FILE", help="picture to write, as SVG")
+    group.add_argument("--json", type=file, metavar="FILE", help="figures to write, as JSON")
 
 
 def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:

@@ -120,17 +120,21 @@ def _resolve(
     if len(set(texts.values())) > 1:
         raise StartError(f"{' and '.join(texts)} set the same value and differ")
     for variable, text in texts.items():
-        try:
-            return EffectiveSetting(setting.parse(text), variable)
-        except ValueError as error:
-            shown, why = masked(text), masked(str(error))
-            raise StartError(f"{variable}={shown!r}: {why}") from None
+        return _from_variable(setting, variable, text)
     if setting.name in filed:
         return EffectiveSetting(filed[setting.name], str(path))
     if setting.default_env is not None and (text := environ.get(setting.default_env)):
-        return EffectiveSetting(setting.parse(text), setting.default_env)
+        return _from_variable(setting, setting.default_env, text)
     own = cast("Mapping[str, object]", given.get(DEFAULTS, {}))
     return EffectiveSetting(own.get(setting.name, setting.default), BY_DEFAULT)
+
+
+def _from_variable(setting: Setting, variable: str, text: str) -> EffectiveSetting:
+    try:
+        return EffectiveSetting(setting.parse(text), variable)
+    except ValueError as error:
+        shown, why = masked(text), masked(str(error))
+        raise StartError(f"{variable}={shown!r}: {why}") from None
 
 
 def without_effect(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -254,6 +254,7 @@ def test_workers_need_a_block_size(text: str) -> None:
         ("KVD_METRICS_RANKS", "4294967296"),
         ("KVD_REPLICA_SYNC_PORT", "0"),
         ("KVD_REPLICA_SYNC_PEERS", "tcp://a"),
+        ("STATE_DIRECTORY", ":"),
         ("DYN_ROUTER_MIN_INITIAL_WORKERS", ""),
         ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS", "0"),
         ("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS", "5.0"),

@@ -390,6 +390,15 @@ def test_the_command_prints_the_same_tables_again(
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
+@pytest.mark.parametrize("arguments", [("",), ("trace", "--plot="), ("trace", "--json=")])
+def test_a_file_needs_a_name(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", *arguments])
+    assert "expected the name of a file" in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures"
     assert main(["replay", str(tmp_path / "none"), f"--json={figures}"]) == 1
