@@ -23,7 +23,10 @@ MODEL_GONE = re.compile(
 
 # Python's words for work that a process takes on no more. While vLLM ends what is under way, for
 # its --shutdown-timeout, it says so to each new request, and to health checks that it is well.
-SHUTS_DOWN = b"cannot schedule new futures after"
+# Nothing but the whole message counts: other messages may repeat what the client has sent.
+SHUTS_DOWN = re.compile(
+    rb'"message":\s*"cannot schedule new futures after (?:interpreter )?shutdown"'
+)
 # So vLLM ends what is under way if it has no time for that; SGLang's requests may end so as well.
 ABORTED = re.compile(rb'"finish_reason":\s*"abort"')
 
@@ -43,7 +46,7 @@ def refuses(answer: Answer) -> str | None:
 
 def shuts_down(answer: Answer) -> bool:
     """Returns whether an engine has not begun a request because it is about to end."""
-    return answer.status == 500 and answer.whole and SHUTS_DOWN in answer.held
+    return answer.status == 500 and answer.whole and SHUTS_DOWN.search(answer.held) is not None
 
 
 def aborted(answer: Answer) -> bool:

@@ -319,6 +319,25 @@ async def test_an_engine_that_shuts_down_is_passed_over(monkeypatch: pytest.Monk
         await inner.until_serving(ends.url)
 
 
+async def test_an_error_that_repeats_a_prompt_is_none_of_an_engine_that_shuts_down() -> None:
+    echoed = {"message": "cannot schedule new futures after shutdown"}
+    message = f"the template cannot render {json.dumps(echoed)}"
+    body = json.dumps({"error": {"message": message, "code": 500}}).encode()
+
+    async def fail(stream: trio.SocketStream) -> None:
+        await stream.send_all(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with (
+        scripted_engine(fail) as url,
+        inner_gateway(Wanted(url)) as inner,
+        inner.running.client() as client,
+    ):
+        await inner.until_serving(url)
+        reply = await client.request("POST", CHAT, BODY % b"a")
+        assert (reply.status, reply.body) == (500, body)
+        assert inner.serving() == {url}
+
+
 async def test_a_stream_that_is_given_up_before_its_first_token_is_tried_elsewhere() -> None:
     asked = 0
 
