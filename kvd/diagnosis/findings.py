@@ -88,7 +88,12 @@ KINDS: Mapping[str, FindingKind] = {
     "upstream_unusable": FindingKind(
         Severity.ERROR,
         "an engine behind the gateway gets no requests",
-        "start the engine at {endpoint}, or correct --upstream; GET /status there has more",
+        {
+            "engine": "start the engine at {endpoint}, or correct --upstream; GET /status there "
+            "has more",
+            "name": "have the name in {endpoint} lead to the engines, as it is looked up where the "
+            "gateway runs, or correct --upstream",
+        },
     ),
     "kvd_unreachable": FindingKind(
         Severity.ERROR,

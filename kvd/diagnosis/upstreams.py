@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvd.diagnosis.evidence import Evidence, KvdEvidence, UpstreamEvidence
 from kvd.diagnosis.findings import Finding, found
+from kvd.wire.urls import parse_dns
 
 
 def check_gateway(evidence: Evidence) -> Iterator[Finding]:
@@ -22,7 +23,8 @@ def check_upstream(upstream: UpstreamEvidence) -> Iterator[Finding]:
     """Yields why an engine gets no requests, or why its events are not believed."""
     subject = f"upstream {upstream.url}"
     if upstream.problem:
-        yield found("upstream_unusable", subject, upstream.problem, endpoint=upstream.url)
+        case = "engine" if parse_dns(upstream.url) is None else "name"
+        yield found("upstream_unusable", subject, upstream.problem, case, endpoint=upstream.url)
     elif upstream.doubt:
         yield found("tokens_disagree", subject, upstream.doubt)
 

@@ -240,7 +240,12 @@ def test_the_gateway() -> None:
     kvd = KvdEvidence("http://kv:8092", "")
     assert names(Evidence(upstreams=(upstream,), kvds=(kvd,))) == []
     away = replace(upstream, problem="unreachable", doubt="other tokens")
-    assert names(Evidence(upstreams=(away,))) == ["upstream_unusable"]
+    (finding,) = diagnose(Evidence(upstreams=(away,)))
+    assert finding.name == "upstream_unusable"
+    assert finding.remedy.startswith("start the engine at http://gpu1:8000")
+    named = replace(away, url="dns:vllm-headless:8000")
+    (finding,) = diagnose(Evidence(upstreams=(named,)))
+    assert finding.remedy.startswith("have the name in dns:vllm-headless:8000")
     assert names(Evidence(upstreams=(replace(upstream, doubt="other"),))) == ["tokens_disagree"]
     assert names(Evidence(kvds=(replace(kvd, problem="unreachable"),))) == ["kvd_unreachable"]
     face = FaceEvidence("gateway", 0, "")
