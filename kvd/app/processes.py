@@ -21,8 +21,10 @@ import signal
 import socket
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvd.app import control, daemon
 from kvd.app.control import FOLDER_VARIABLE
@@ -63,7 +65,7 @@ class Child:
     """One child process, running or due to be started."""
 
     name: str
-    config: Config
+    configured: Callable[[Config], Config]  # makes its settings of those of the whole service
     listening: list[Named]
     notices: socket.socket  # receives the notices that it sends to its service manager
     due_at: float | None = 0.0  # when to start it; None: it runs already, or must not run
@@ -116,9 +118,9 @@ class _Supervisor:
         """Opens the shared port; raises StartError."""
         assert config.gateway_bind is not None
         token = Token("processes", Scope.ANY, os.urandom(32).hex().encode())
-        if config.policy.tokens:  # then the processes need a token for each other, too
-            reader = replace(reader, own_tokens=(token,))
-            config = reader.completed(config)
+        reader = replace(reader, own_tokens=(token,))
+        config = reader.completed(config)
+        self._config = config  # as of the last reload
         self._reader, self._token, self._opened = reader, token, opened
         self._folder = folder
         self._pid = os.getpid()
@@ -131,14 +133,16 @@ class _Supervisor:
         if KVD in names:
             path = self._paths[KVD]
             own = self._open_own(path)
-            self._add(KVD, _of_kvd(config, path), [("processes", own), *passed.take_all()])
+            configured = partial(_of_kvd, path=path)
+            self._add(KVD, configured, [("processes", own), *passed.take_all()])
         kvd, kvd_token = config.gateway_kvd, config.gateway_kvd_token
         if kvd is None:
             kvd, kvd_token = (f"{UNIX_PREFIX}{self._paths[KVD]}",), token.secret
         for name, sockets in zip(gateways, shared, strict=True):
             path = self._paths[name]
             own = self._open_own(path)
-            self._add(name, _of_gateway(config, path, kvd, kvd_token), [("gateway", own), *sockets])
+            configured = partial(_of_gateway, path=path, chosen_by=kvd, token=kvd_token)
+            self._add(name, configured, [("gateway", own), *sockets])
         self._announced = False
         self._stopping = False
         self._code = 0
@@ -179,11 +183,11 @@ class _Supervisor:
         [[sock]] = open_shared(f"{UNIX_PREFIX}{path}", 1, OWN_RIGHTS)
         return self._opened.enter_context(sock)
 
-    def _add(self, name: str, config: Config, sockets: list[Named]) -> None:
+    def _add(self, name: str, configured: Callable[[Config], Config], sockets: list[Named]) -> None:
         notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         notices.bind(self._notices_path(name))
         self._opened.enter_context(notices)
-        self._children.append(Child(name, config, sockets, notices))
+        self._children.append(Child(name, configured, sockets, notices))
 
     def _notices_path(self, name: str) -> str:
         return f"{self._folder}/{name}.notices"
@@ -220,7 +224,8 @@ class _Supervisor:
         os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would reach only one of the processes
         os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
         identity = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
-        return daemon.run(child.config, self._reader, PassedSockets(child.listening), identity)
+        config = child.configured(self._config)
+        return daemon.run(config, self._reader, PassedSockets(child.listening), identity)
 
     # ---- in the parent
 
@@ -259,6 +264,8 @@ class _Supervisor:
         elif number is signal.SIGHUP:
             for child in self._children:
                 child.signal(number)
+            with suppress(StartError):  # the processes refuse it as well, and log why
+                self._config = self._reader.again(self._config).config  # for those still to start
         elif self._stopping:  # an operator who asks twice does not want to wait
             for child in self._children:
                 child.signal(signal.SIGKILL)

@@ -75,7 +75,9 @@ class ConfigReader:
         return bool(self.given.get(CONFIG) or self.environ.get(CONFIG_VARIABLE))
 
     def completed(self, config: Config) -> Config:
-        """Returns a configuration that also accepts the tokens of the daemon's own processes."""
+        """Returns a configuration with the tokens of the daemon's own processes, if it has any."""
+        if not config.policy.tokens:  # nobody needs one
+            return config
         tokens = (*config.policy.tokens, *self.own_tokens)
         return replace(config, policy=replace(config.policy, tokens=tokens))
 

@@ -258,7 +258,7 @@ async def test_tokens_hold_between_the_processes(kvd_process: Start, tmp_path: P
     tokens.write_text("operator read,generate 0123456789abcdef\n")
     tokens.chmod(0o600)
     async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
-        shown = {"authorization": "Bearer 0123456789abcdef"}
+        shown = shows("0123456789abcdef")
         assert (await gateways.ask()).status_code == 401
         assert (await gateways.ask(shown)).headers["x-kvd-decision"] == "overlap"
         async with gateways.client() as client:
@@ -273,15 +273,66 @@ async def test_sighup_has_all_processes_reload(kvd_process: Start, tmp_path: Pat
     tokens.chmod(0o600)
     async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
         tokens.write_text("new read,generate fedcba9876543210\n")
-        gateways.server.process.send_signal(signal.SIGHUP)
-        await until(lambda: gateways.server.stderr.count("event=reloaded changed=tokens_file") == 3)
+        await reload(gateways, "tokens_file")
         async with gateways.client() as client:
             for secret, status in (("0123456789abcdef", 401), ("fedcba9876543210", 200)):
-                shown = {"authorization": f"Bearer {secret}"}
-                answer = await client.get("/metrics", headers=shown)
+                answer = await client.get("/metrics", headers=shows(secret))
                 assert answer.status_code == status
         assert parse(answer.text)['kvd_process_up{process="kvd"}'] == 1
-        assert (await gateways.ask(shown)).headers["x-kvd-decision"] == "overlap"
+        assert (await gateways.ask(shows(secret))).headers["x-kvd-decision"] == "overlap"
+
+
+async def test_a_process_started_again_has_the_settings_of_the_last_reload(
+    kvd_process: Start, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old read,generate 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
+        tokens.write_text("new read,generate fedcba9876543210\n")
+        await reload(gateways, "tokens_file")
+        for name in ("kvd", "gateway-0", "gateway-1"):
+            os.kill(gateways.pid(name), signal.SIGKILL)
+        again = {(name, "1") for name in ("kvd", "gateway-0", "gateway-1")}
+        await until(lambda: again <= gateways.started())
+        assert (await gateways.ask(shows("0123456789abcdef"))).status_code == 401
+        await until_decided(gateways, "overlap", shows("fedcba9876543210"))
+
+
+async def test_tokens_come_and_go_by_reloads(kvd_process: Start, tmp_path: Path) -> None:
+    """The processes choose together before and after."""
+    tokens, settings = tmp_path / "tokens", tmp_path / "kvd.toml"
+    tokens.write_text("client generate 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    settings.write_text("")
+    async with fleet(kvd_process, "--processes", "2", "--config", str(settings)) as gateways:
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+        settings.write_text(f'tokens_file = "{tokens}"\n')
+        await reload(gateways, "tokens_file")
+        assert (await gateways.ask()).status_code == 401
+        answer = await gateways.ask(shows("0123456789abcdef"))
+        assert answer.headers["x-kvd-decision"] == "overlap"
+        settings.write_text("")
+        await reload(gateways, "tokens_file", times=2)
+        assert (await gateways.ask()).headers["x-kvd-decision"] == "overlap"
+
+
+async def reload(gateways: Fleet, changed: str, times: int = 1) -> None:
+    """Has all three processes reload, and waits until each has done so this many times."""
+    gateways.server.process.send_signal(signal.SIGHUP)
+    line = f"event=reloaded changed={changed}"
+    await until(lambda: gateways.server.stderr.count(line) == 3 * times)
+
+
+def shows(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+async def until_decided(gateways: Fleet, by: str, headers: dict[str, str]) -> None:
+    """Waits until requests are decided in this way; each succeeds."""
+    with trio.fail_after(NOT_MY_FAULT_S):
+        while (answer := await gateways.ask(headers)).headers.get("x-kvd-decision") != by:
+            assert answer.status_code == 200
 
 
 async def test_a_gateway_asks_a_kvd_elsewhere(kvd_process: Start, tmp_path: Path) -> None:
