@@ -48,7 +48,7 @@ from kvd.gateway.pools import (
     taking_over,
 )
 from kvd.gateway.probing import EngineKind
-from kvd.gateway.requests import Api, ClientRequest, read
+from kvd.gateway.requests import Api, ClientRequest, passed_gateways, read
 from kvd.gateway.stats import Decision, Ended, GatewayStats, TokenSource
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstream import Upstream
@@ -181,9 +181,7 @@ class Forwarder:
     async def _attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
         """Reads a request, finds its model, engines and tokens; raises GatewayError."""
         asked = read(api, request.headers, request.body)
-        if self._upstreams.gateway_id in asked.passed:
-            text = "the request has come back: gateways are engines of each other"
-            raise GatewayError(Reason.REQUEST_LOOP, text)
+        self._refuse_if_back(asked.passed)
         served = self._served(asked.model, asked.adapter)
         engines = self._upstreams.serving(served)
         if not engines:
@@ -209,6 +207,12 @@ class Forwarder:
             attempt.session = self._chains.session(asked, served, _tenant(request))
         return attempt
 
+    def _refuse_if_back(self, passed: bytes) -> None:
+        """Raises GatewayError if this gateway is among those that a request has passed."""
+        if self._upstreams.gateway_id in passed:
+            text = "the request has come back: gateways are engines of each other"
+            raise GatewayError(Reason.REQUEST_LOOP, text)
+
     def _is_renamed(self, attempt: Attempt) -> bool:
         """Returns whether the requested name now stands for another model, with other engines."""
         if attempt.refused is not None or attempt.prefill_failure is not None:
@@ -216,11 +220,11 @@ class Forwarder:
         return self._upstreams.resolve_model(attempt.served.name) != attempt.served
 
     async def _serve_stored(self, api: Api, request: RelayedRequest, request_id: bytes) -> bool:
+        self._refuse_if_back(passed_gateways(request.headers))
         path = request.target.partition(b"?")[0]
         name = path.split(b"/")[3].decode("latin-1")
-        worker_id = self._chains.keeper(name)
-        upstream = None if worker_id is None else self._upstreams.each.get(worker_id)
-        if upstream is None or not upstream.may_keep:
+        upstream = self._keeper_of(name)
+        if upstream is None:
             text = f"no engine is known to keep the response {name}"
             raise GatewayError(Reason.RESPONSE_NOT_FOUND, text)
         assert upstream.facts is not None
@@ -244,6 +248,17 @@ class Forwarder:
         if attempt.refused is not None:
             return await self._pass_refusal(request, attempt, attempt.refused)
         raise _unanswered(attempt, f"the engine has not answered: {attempt.failed}")
+
+    def _keeper_of(self, response_id: str) -> Upstream | None:
+        """Returns the engine that keeps a response, None if that is unknown or gone.
+
+        Where only one engine can be asked, it may also know ids that the gateway does not.
+        """
+        engines = [one for one in self._upstreams if one.may_keep]
+        worker_id = self._chains.keeper(response_id)
+        if worker_id is None and len(engines) == 1:
+            return engines[0]
+        return next((one for one in engines if one.worker_id == worker_id), None)
 
     def _keeper(self, asked: ClientRequest, engines: Sequence[Upstream]) -> int | None:
         """Returns the worker that keeps the previous response of a request, None if any may serve.

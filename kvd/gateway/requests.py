@@ -278,6 +278,11 @@ def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
     )
 
 
+def passed_gateways(headers: Headers) -> bytes:
+    """Returns the ids of the gateways that a request has passed, with commas between them."""
+    return _known_headers(headers).get(GATEWAY_HEADER, b"")
+
+
 def _known_headers(headers: Headers) -> dict[bytes, bytes]:
     """Returns the headers that this module reads; most requests have none of them.
 

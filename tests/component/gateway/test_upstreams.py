@@ -7,6 +7,7 @@ import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import httpx
 import pytest
 import trio
 import trio.testing
@@ -384,6 +385,24 @@ async def test_an_engine_in_doubt_is_asked_for_the_responses_that_it_keeps() -> 
         assert (second.status, second.headers.get("x-kvd-endpoint")) == (200, url)
         assert (await client.request("GET", f"{RESPONSES}/{name}")).status == 200
         assert keeper.state is UpstreamState.OUT
+
+
+async def test_the_only_engine_is_asked_for_responses_that_the_gateway_does_not_know() -> None:
+    """As after a restart of the gateway."""
+    async with two_serving() as (running, inner, client):
+        url = running[0].url
+        question = json.dumps({"model": "demo", "input": "a", "max_output_tokens": 1}).encode()
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as direct:
+            name = (await direct.post(RESPONSES, content=question)).json()["id"]
+        assert (await client.request("GET", f"{RESPONSES}/{name}")).status == 404
+        inner.upstreams.unwant(Wanted(running[1].url), SETTINGS)
+        reply = await client.request("GET", f"{RESPONSES}/{name}")
+        assert (reply.status, json.loads(reply.body)["id"]) == (200, name)
+        reply = await client.request("GET", f"{RESPONSES}/resp_other")
+        assert (reply.status, reply.headers.get("x-kvd-endpoint")) == (404, url)
+        passed = inner.upstreams.gateway_id.decode()
+        reply = await client.request("GET", f"{RESPONSES}/{name}", x_kvd_gateway=passed)
+        assert (reply.status, reply.headers["x-kvd-error"]) == (503, "request_loop")
 
 
 async def never(record: WorkerRecord) -> list[str]:
