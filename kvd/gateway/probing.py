@@ -37,9 +37,12 @@ CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULT
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
-# Shown with a gateway's list of models, and with requests to servers that may be gateways, by each
-# that a request has passed: one that comes back to a gateway would go round and round.
+# Shown with requests to servers that may be gateways: the id of each gateway that a request has
+# passed. One that comes back to a gateway would go round and round.
 GATEWAY_HEADER = b"x-kvd-gateway"
+# A member of each model in a gateway's list: the ids of the gateways on the way to its engine. A
+# gateway passes over those by way of itself: in a ring they would outlast the engine.
+GATEWAYS = "kvd_gateways"
 MAX_COUNT = 10**18 - 1  # of tokens or blocks, as WHOLE reads it from metrics
 MAX_RANKS = 4096  # ranks that one engine may report
 
@@ -83,6 +86,12 @@ class ListedModel:
         """The adapter's name, as KV events have it; None for a base model."""
         return None if self.parent is None else str(self.members["id"])
 
+    @property
+    def gateways(self) -> list[Any]:
+        """The ids of the gateways on the way to its engine."""
+        found = self.members.get(GATEWAYS)
+        return found if isinstance(found, list) else []
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -124,8 +133,8 @@ class Probe:
     def __init__(
         self, exchanges: Exchanges, engine: int, target: Target, key: bytes, gateway_id: bytes
     ) -> None:
-        """`gateway_id` is in the list of models of the gateway that asks."""
-        self._own_line = b"%b: %b\r\n" % (GATEWAY_HEADER, gateway_id)
+        """`gateway_id` is that of the gateway that asks."""
+        self._gateway_id = gateway_id.decode()
         self._exchanges = exchanges
         self._engine = engine
         self._target = target
@@ -211,8 +220,6 @@ class Probe:
             raise NotAnEngine("/v1/models answers 404: this is no server of OpenAI's API")
         if answer.status == 401:
             raise NotAnEngine("/v1/models needs the key of this engine: check --upstream-key-file")
-        if self._own_line in answer.head.lower():
-            raise NotAnEngine("this is the gateway itself: its requests would come back")
         listed = _parsed(answer)
         rows = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(rows, list):
@@ -224,6 +231,9 @@ class Probe:
         ]
         if not models:
             raise NotAnEngine("/v1/models lists no model")
+        models = [each for each in models if self._gateway_id not in each.gateways]
+        if not models:
+            raise NotAnEngine("it has its models from this gateway: requests would come back")
         return tuple(sorted(models, key=lambda listed: listed.parent is not None))
 
     def _sources(self, sources: Mapping[str, Any]) -> tuple[dict[int, str], dict[int, str]]:

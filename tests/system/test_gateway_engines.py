@@ -107,25 +107,49 @@ async def test_a_gateway_is_no_engine_of_its_own(
         with trio.fail_after(NOT_MY_FAULT_S):
             while (shown := (await rows(client)).get(own, {})).get("problem") is None:  # noqa: ASYNC110
                 await trio.sleep(0.02)
-        assert shown["problem"] == "this is the gateway itself: its requests would come back"
+        assert "from this gateway" in str(shown["problem"])
         assert (await client.chat(PROMPT)).status == 200
         assert (await rows(client))[own]["standing"] == "unknown"
+
+
+async def test_a_model_leaves_a_ring_of_gateways_with_its_engine(kvd_process: Start) -> None:
+    async with (
+        engines(EngineOptions(), EngineOptions(model="other")) as (one, other),
+        gateway_of(kvd_process, [other.url]) as first,
+    ):
+        assert (await first.post("/upstreams", {"url": one.url})).status == 201
+        await wait_serving(first, 2)
+        async with gateway_of(kvd_process, [url_of(first)]) as second:
+            assert (await first.post("/upstreams", {"url": url_of(second)})).status == 201
+            with trio.fail_after(NOT_MY_FAULT_S):
+                while (shown := (await rows(first))[url_of(second)])["problem"] is None:  # noqa: ASYNC110
+                    await trio.sleep(0.02)
+            assert "from this gateway" in str(shown["problem"])
+            worker_id = (await rows(first))[one.url]["worker_id"]
+            assert (await first.http.delete(f"/upstreams/{worker_id}")).status_code == 200
+            listed = (await first.get("/v1/models")).json["data"]
+            assert [each["id"] for each in listed] == ["other"]
+
+
+def url_of(client: Client) -> str:
+    return str(client.http.base_url).rstrip("/")
 
 
 async def test_gateways_in_front_of_each_other(kvd_process: Start) -> None:
     """A request that no engine answers would go round between them until its client leaves."""
     async with (
-        engines(EngineOptions()) as (one,),
+        engines(EngineOptions(), EngineOptions()) as (one, other),
         gateway_of(kvd_process, [one.url]) as first,
-        gateway_of(kvd_process, [str(first.http.base_url).rstrip("/")]) as second,
-        gateway_of(kvd_process, [str(second.http.base_url).rstrip("/")]) as third,
+        gateway_of(kvd_process, [url_of(first)]) as second,
+        gateway_of(kvd_process, [url_of(second), other.url]) as third,
     ):
-        back = str(third.http.base_url).rstrip("/")
+        back = url_of(third)
         assert (await first.post("/upstreams", {"url": back})).status == 201
         await wait_serving(first, 2)
         for number in range(4):  # by whichever way they come
             assert (await third.chat(f"{number} {PROMPT}")).status == 200
         one.end()
+        other.end()
         refused = await first.chat(PROMPT)
         assert (refused.status, refused.json["error"]["code"]) == (503, "request_loop")
         spent = 'kvd_gateway_refusals_total{code="request_loop"}'

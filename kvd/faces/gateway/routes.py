@@ -15,7 +15,7 @@ from kvd.gateway.errors import OF_STATUS, ErrorForm, GatewayError, Reason
 from kvd.gateway.errors import response as error_response
 from kvd.gateway.forwarding import Forwarder
 from kvd.gateway.heads import request_id_of
-from kvd.gateway.probing import GATEWAY_HEADER
+from kvd.gateway.probing import GATEWAYS
 from kvd.gateway.requests import Api
 from kvd.gateway.upstream import Upstream, UpstreamState
 from kvd.gateway.upstreams import Upstreams
@@ -122,9 +122,7 @@ def list_models(upstreams: Upstreams, request: Request) -> Response:
         "first_id": cards[0]["id"] if cards else None,
         "last_id": cards[-1]["id"] if cards else None,
     }
-    listed = _json({"object": "list", "data": cards, **ends, "has_more": False})
-    listed.headers.append((GATEWAY_HEADER, upstreams.gateway_id))
-    return listed
+    return _json({"object": "list", "data": cards, **ends, "has_more": False})
 
 
 def show_model(upstreams: Upstreams, request: Request) -> Response:
@@ -140,13 +138,16 @@ def show_model(upstreams: Upstreams, request: Request) -> Response:
 def _cards(upstreams: Upstreams) -> Iterator[dict[str, Any]]:
     """Yields one card for each model name: the first engine's, made to hold for all engines.
 
-    It has the shortest context and the earliest time of creation; its `root`, which names the
-    model's files, is null where the engines' differ.
+    It has the shortest context, the earliest time of creation and the shortest way by gateways; its
+    `root`, which names the model's files, is null where the engines' differ.
     """
+    own = upstreams.gateway_id.decode()
     found: dict[str, dict[str, Any]] = {}
     for upstream in upstreams:
         for card in upstream.facts.models if upstream.facts is not None else ():
-            known = found.setdefault(card.name, {**card.members, "id": card.name})
+            way = {GATEWAYS: [own, *card.gateways]}
+            known = found.setdefault(card.name, {**card.members, "id": card.name, **way})
+            known[GATEWAYS] = min(known[GATEWAYS], way[GATEWAYS], key=len)
             for name, value in (
                 ("max_model_len", card.max_model_len),
                 ("created", card.members.get("created")),
