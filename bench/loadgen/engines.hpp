@@ -33,10 +33,11 @@ class Engines {
 
   const std::string& endpoint(long engine) const { return engines_[size_t(engine)].endpoint; }
 
-  // Waits until the server has subscribed to every engine, which XPUB shows. Without this wait the
-  // first messages would be published to nobody.
-  void wait_subscribed() {
-    for (Engine& engine : engines_) {
+  // Waits until all servers have subscribed to every engine, which XPUB shows. Without this wait
+  // the first messages would be published to nobody.
+  void wait_subscribed(size_t servers) {
+    for (size_t i = 0; i < servers * engines_.size(); i++) {
+      const Engine& engine = engines_[i % engines_.size()];
       char message[64];
       const int length = zmq_recv(engine.socket.get(), message, sizeof message, 0);
       if (length < 1 || message[0] != 1)
@@ -66,7 +67,8 @@ class Engines {
     Engine engine{{zmq_socket(context_.get(), ZMQ_XPUB), {}}, {}, 0};
     void* socket = engine.socket.get();
     zmq_check(socket, "zmq_socket");
-    set(socket, ZMQ_SNDHWM, 0);  // unbounded: a publisher that drops would measure nothing
+    set(socket, ZMQ_SNDHWM, 0);        // unbounded: a publisher that drops would measure nothing
+    set(socket, ZMQ_XPUB_VERBOSE, 1);  // shows each subscription, not only the first
     set(socket, ZMQ_LINGER, 0);
     set(socket, ZMQ_RCVTIMEO, kSubscribeTimeout);
     zmq_check(!zmq_bind(socket, "tcp://127.0.0.1:*"), "zmq_bind");

@@ -1,6 +1,7 @@
-// Engines and the server that they are registered with: register, publish, wait until applied.
+// Engines and the servers that they are registered with: register, publish, wait until applied.
 #pragma once
 
+#include <deque>
 #include <string>
 
 #include "bodies.hpp"
@@ -28,51 +29,58 @@ class Fleet {
   Fleet(const Options& options, const DataSet& data)
       : data_(data),
         bodies_(options),
-        server_(options.text("url")),
         engines_(data.workers),
         selects_(options.text("face") == "select"),
-        timeout_(options.number("timeout")) {}
+        timeout_(options.number("timeout")) {
+    for (const std::string& url : options.list("url")) servers_.emplace_back(url);
+  }
 
   void register_all() {
-    for (long worker = 0; worker < engines_.count(); worker++) server_.call(registration(worker));
-    engines_.wait_subscribed();
+    for (Caller& server : servers_)
+      for (long worker = 0; worker < engines_.count(); worker++) server.call(registration(worker));
+    engines_.wait_subscribed(servers_.size());
   }
 
   void publish(long worker, const std::string& payload) { engines_.publish(worker, payload); }
 
-  // Waits until everything published so far is applied. A server applies each worker's events in
-  // order, so it is enough to publish a sentinel block on every worker and to wait for all of them.
+  // Waits until everything published so far is applied by all servers. A server applies each
+  // worker's events in order, so it is enough to publish a sentinel block on every worker and to
+  // wait for all of them.
   void wait_applied() {
     const Sentinel sentinel = next_sentinel();
     for (long worker = 0; worker < engines_.count(); worker++) publish(worker, sentinel.payload);
     // Long enough that these queries cost the server next to nothing beside applying events, and
     // short against a run of a second.
     constexpr double kPollEvery = 0.005;
-    wait_visible(sentinel, engines_.count(), kPollEvery);
+    for (Caller& server : servers_) wait_visible(server, sentinel, engines_.count(), kPollEvery);
   }
 
-  // Publishes one block on `worker` and asks for it without pauses; returns the seconds until it is
-  // found.
+  // Publishes one block on `worker` and asks the first server for it without pauses; returns the
+  // seconds until it is found.
   double publish_and_find(long worker) {
     const Sentinel sentinel = next_sentinel();
     const double start = now();
     publish(worker, sentinel.payload);
-    wait_visible(sentinel, 1, 0);
+    wait_visible(servers_.front(), sentinel, 1, 0);
     return now() - start;
   }
 
-  // Asks for a whole chain; throws unless at least one worker holds all of it.
+  // Asks all servers for a whole chain; throws unless at least one worker holds all of it.
   void check_chain(long worker, long chain) {
     const Tokens tokens = data_.tokens(worker, chain, 0, data_.depth);
-    const std::string reply = server_.call(question(tokens));
-    if (!occurrences(reply, found(data_.depth)))
-      throw std::runtime_error("chain " + std::to_string(chain) + " of worker " +
-                               std::to_string(worker + 1) +
-                               " is not indexed in full: " + reply.substr(0, 300));
+    for (Caller& server : servers_) {
+      const std::string reply = server.call(question(tokens));
+      if (!occurrences(reply, found(data_.depth)))
+        throw std::runtime_error("chain " + std::to_string(chain) + " of worker " +
+                                 std::to_string(worker + 1) +
+                                 " is not indexed in full: " + reply.substr(0, 300));
+    }
   }
 
   // To be called after a long pause.
-  void reconnect() { server_.reconnect(); }
+  void reconnect() {
+    for (Caller& server : servers_) server.reconnect();
+  }
 
  private:
   struct Sentinel {
@@ -89,9 +97,9 @@ class Fleet {
     return {batch.take(), question(tokens)};
   }
 
-  void wait_visible(const Sentinel& sentinel, long workers, double poll_every) {
+  void wait_visible(Caller& server, const Sentinel& sentinel, long workers, double poll_every) {
     const double deadline = now() + timeout_;
-    while (occurrences(server_.call(sentinel.request), found(1)) < workers) {
+    while (occurrences(server.call(sentinel.request), found(1)) < workers) {
       if (now() > deadline) throw std::runtime_error("events were not applied in time");
       sleep_seconds(poll_every);
     }
@@ -117,7 +125,7 @@ class Fleet {
 
   const DataSet& data_;
   Bodies bodies_;
-  Caller server_;
+  std::deque<Caller> servers_;
   Engines engines_;
   bool selects_;  // the server is a selection service, else an indexer
   double timeout_;

@@ -8,6 +8,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace kvbench {
 
@@ -19,7 +20,7 @@ struct OptionSpec {
 
 inline constexpr OptionSpec kOptions[] = {
     {"url", "127.0.0.1:8090",
-     "server: HOST:PORT or unix:/path; of streams also several, by commas"},
+     "server: HOST:PORT or unix:/path; of ingest, hold and streams also several, by commas"},
     {"pid", "0", "process of the server, for its CPU and RSS; 0 leaves those figures out"},
     {"model", "bench", "model name to register and to ask for"},
     // data set
@@ -86,6 +87,16 @@ class Options {
   }
 
   const std::string& text(const std::string& name) const { return values_.at(name); }
+
+  // The parts of a text between its commas, at least one.
+  std::vector<std::string> list(const std::string& name) const {
+    std::vector<std::string> parts(1);
+    for (char c : values_.at(name)) {
+      if (c == ',') parts.emplace_back();
+      else parts.back().push_back(c);
+    }
+    return parts;
+  }
 
   // A whole number >= `least`.
   long integer(const std::string& name, long least) const {

@@ -109,7 +109,7 @@ class StreamLoad {
         server_(options.integer("pid", 0)),
         rate_(options.number("rate")),
         epoll_(epoll_create1(0)) {
-    const std::vector<std::string> urls = split(options.text("url"));
+    const std::vector<std::string> urls = options.list("url");
     for (long i = 0; i < options.integer("conns", 1); i++) {
       connections_.push_back(std::make_unique<Connection>());
       connections_.back()->url = urls[size_t(i) % urls.size()];
@@ -189,15 +189,6 @@ class StreamLoad {
     double started = 0;
     StreamReader reader;
   };
-
-  static std::vector<std::string> split(const std::string& list) {
-    std::vector<std::string> parts(1);
-    for (char c : list) {
-      if (c == ',') parts.emplace_back();
-      else parts.back().push_back(c);
-    }
-    return parts;
-  }
 
   void connect_anew(Connection& connection) {
     if (connection.fd >= 0) close(connection.fd);
