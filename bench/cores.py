@@ -1,8 +1,9 @@
-"""Models how many questions/s several cores could answer, in three designs, from measured costs.
+"""Models how many questions/s several cores could answer, in four designs, from measured costs.
 
     python bench/cores.py [--blocks-per-s 100000]
 
-    threads    one process; threads beside the loop scan JSON and hash tokens
+    helper     one process; threads beside the loop scan JSON and hash tokens
+    readers    one process; threads answer whole questions from one index under a lock
     processes  one a core, on one port; each has an index of its own and listens to all engines
     shards     half of the processes are fronts that scan, hash and merge; each of the others
                listens to a part of the engines, and answers all fronts
@@ -32,13 +33,15 @@ from kvd_core.json.scan import BodyScanner
 BLOCK_SIZE, RANKS, SHARED = 16, 8, 256  # SHARED: leading blocks that all ranks cache
 CORES = (1, 2, 4, 8, 16)
 ROUNDS = 15
-# CPU us, as measured for docs/decisions/2026-11-27-replicas-before-threads-and-shards.md: of HTTP
-# and the kernel for a question by its tokens, with 16 connections; of a block in an event of 64;
-# and in the prototypes.
-OTHER_US = {512: 7.0, 8_192: 19.6, 131_072: 197.0}
-BLOCK_US = 0.456
-HAND_OVER_US = 1.9  # of handing a question to another thread and back
-ASK_SHARD_US = 2.8  # of a front, for each shard that it asks
+# CPU us on the Xeon of docs/performance.md, 2026-11-29. As `python bench/ways.py kvd --blocks-per-s
+# 100000 0` prints them: of HTTP and the kernel for a question by its tokens, and of a block that is
+# stored and evicted. As `python bench/ways.py prototypes --blocks-per-s 0` does: means of 512 and
+# 2,048 tokens, since those of longer prompts are lost in the noise of their large sums.
+OTHER_US = {512: 11.8, 8_192: 27.9, 131_072: 228.0}
+BLOCK_US = 1.26
+HAND_OVER_US = 2.9  # of handing a question to another thread and back
+LOCK_US = 0.4  # of the lock of an index that several threads read
+ASK_SHARD_US = 8.4  # of a front, for each shard that it asks
 SHARD_US = 5.0  # of a shard, beside matching and rendering
 
 
@@ -60,8 +63,8 @@ def lowest_us(call: Callable[[], object]) -> float:
     return min(once() for _ in range(ROUNDS))
 
 
-def terms(tokens: int) -> Terms:
-    """Measures a question about a prompt whose first half one rank caches."""
+def measured(tokens: int) -> tuple[float, float]:
+    """Measures `prepare` and `match` of a prompt whose first half one rank caches."""
     numbers = random.Random(1)
     prompt = [numbers.randrange(100, 120_100) for _ in range(tokens)]
     hashes = local_hashes(prompt, BLOCK_SIZE)
@@ -78,16 +81,24 @@ def terms(tokens: int) -> Terms:
     scan = lowest_us(lambda: by_tokens.scan(body))
     query = lowest_us(lambda: index.query_tokens(by_tokens, 0))
     match = lowest_us(lambda: index.query_hashes(by_hash, 0))
-    return Terms(scan + query - match, match, OTHER_US[tokens])
+    return scan + query - match, match
 
 
-def threads(cost: Terms, cores: int, ingest: float) -> float:
+def helper(cost: Terms, cores: int, ingest: float) -> float:
     """Returns questions/us; `ingest` is the share of a core that one process spends on events."""
     if cores == 1:
         return processes(cost, 1, ingest)
     loop = cost.other + cost.match + HAND_OVER_US
     together = (cores - ingest) / (loop + cost.prepare)
     return max(0.0, min((1 - ingest) / loop, together))
+
+
+def readers(cost: Terms, cores: int, ingest: float) -> float:
+    """Events take the lock alone, so that nothing is matched meanwhile."""
+    if cores == 1:
+        return processes(cost, 1, ingest)
+    together = (cores - ingest) / (sum(cost) + LOCK_US)
+    return max(0.0, min(together, cores * (1 - ingest) / cost.match))
 
 
 def processes(cost: Terms, cores: int, ingest: float) -> float:
@@ -105,14 +116,14 @@ def shards(cost: Terms, cores: int, ingest: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--blocks-per-s", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--blocks-per-s", type=int, nargs="+", default=[100_000, 500_000])
     rates = parser.parse_args().blocks_per_s
     print("| tokens | blocks/s | way | " + " | ".join(map(str, CORES)) + " cores |")
     print("|---|---|---|" + "---|" * len(CORES))
     for tokens in OTHER_US:
-        cost = terms(tokens)
+        cost = Terms(*measured(tokens), OTHER_US[tokens])
         for rate in rates:
-            for way in (threads, processes, shards):
+            for way in (helper, readers, processes, shards):
                 figures = [1000 * way(cost, cores, rate * BLOCK_US / 1e6) for cores in CORES]
                 cells = " | ".join(f"{figure:,.1f}" for figure in figures)
                 print(f"| {tokens:,} | {rate:,} | {way.__name__} | {cells} |")

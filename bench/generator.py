@@ -22,16 +22,17 @@ Option = str | int | float
 Result = dict[str, float]
 
 
-def build(directory: Path) -> Path:
-    """Brings kvbench up to date in `directory` and returns its path."""
-    command = ["make", "--silent", "-C", str(HERE), f"BUILD={directory}"]
+def build(directory: Path, program: str = "kvbench") -> Path:
+    """Brings a program up to date in `directory` and returns its path."""
+    path = directory / program
+    command = ["make", "--silent", "-C", str(HERE), f"BUILD={directory}", str(path)]
     try:
         made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
     except OSError as error:
         raise BenchError(f"cannot run make: {error}") from error
     if made.returncode:
-        raise BenchError(f"kvbench does not build (README.md lists what it needs):\n{made.stderr}")
-    return directory / "kvbench"
+        raise BenchError(f"{program} does not build (README.md has what it needs):\n{made.stderr}")
+    return path
 
 
 def _figures(line: bytes | str) -> Result:

@@ -60,10 +60,12 @@ inline int connect_to(const std::string& url) {
   return fd;
 }
 
-// Returns a socket that listens on 127.0.0.1; `flags` are added to its type.
-inline int listen_on(long port, int flags) {
+// Returns a socket that listens on 127.0.0.1; `flags` are added to its type. Several `shared` ones
+// may have one port: each gets a part of its connections.
+inline int listen_on(long port, int flags, bool shared = false) {
   const int fd = socket(AF_INET, SOCK_STREAM | flags, 0), on = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (shared) setsockopt(fd, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
