@@ -85,6 +85,11 @@ class Generator:
         (line,) = self._lines(self._command(mode, server, options))
         return _figures(line)
 
+    def alone(self, mode: str, **options: Option) -> Result:
+        """Does one bounded run that has a server of its own."""
+        (line,) = self._lines([str(self._binary), mode, *_flags(options)])
+        return _figures(line)
+
     def bodies(self, **options: Option) -> list[str]:
         """Returns request bodies as the http mode would send them."""
         return self._lines([str(self._binary), "bodies", *_flags(options)])

@@ -9,6 +9,7 @@
 //   streams  next turns of conversations, with streamed answers; latencies, gateway CPU
 //   rounds   every turn of every conversation once
 //   echo     a server that only answers: the shortest round trip on this machine
+//   notice   the shortest time from an event to an answer that shows it
 //   bodies   prints request bodies, one a line, as `http` would send them
 //
 // README.md explains the figures.
@@ -20,6 +21,7 @@
 #include "loadgen/hold.hpp"
 #include "loadgen/ingest.hpp"
 #include "loadgen/load.hpp"
+#include "loadgen/notice.hpp"
 #include "loadgen/options.hpp"
 #include "loadgen/sim_engine.hpp"
 #include "loadgen/slots.hpp"
@@ -35,15 +37,15 @@ struct Mode {
 };
 
 constexpr Mode kModes[] = {
-    {"ingest", run_ingest}, {"hold", run_hold},     {"admit", run_admit},
-    {"http", run_http},     {"engine", run_engine}, {"streams", run_streams},
-    {"rounds", run_rounds}, {"echo", run_echo},     {"bodies", run_bodies},
+    {"ingest", run_ingest}, {"hold", run_hold},       {"admit", run_admit},   {"http", run_http},
+    {"engine", run_engine}, {"streams", run_streams}, {"rounds", run_rounds}, {"echo", run_echo},
+    {"notice", run_notice}, {"bodies", run_bodies},
 };
 
 int usage() {
   std::fprintf(stderr,
-               "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|echo|bodies [--option "
-               "value]...\n");
+               "usage: kvbench ingest|hold|admit|http|engine|streams|rounds|echo|notice|bodies "
+               "[--option value]...\n");
   for (const OptionSpec& option : kOptions)
     std::fprintf(stderr, "  --%-14s %s (%s)\n", option.name, option.help, option.fallback);
   return 2;

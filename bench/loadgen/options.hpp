@@ -52,8 +52,9 @@ inline constexpr OptionSpec kOptions[] = {
     {"spaces", "0", "1: JSON arrays with \", \" between items, as Python's json.dumps writes them"},
     {"path", "/health", "path of kinds get and raw"},
     {"body", "{}", "body of kind raw (POST, application/json)"},
-    // echo
-    {"awake", "0", "1: polls for the next request in place of sleeping until it comes"},
+    // echo and notice
+    {"awake", "0", "1: polls for what comes next in place of sleeping until it comes"},
+    {"samples", "2000", "events of notice"},
     // engine and echo
     {"port", "8000", "port on 127.0.0.1"},
     {"cache-blocks", "65536", "blocks in its prefix cache"},
