@@ -53,8 +53,9 @@ async def accept_connections(
         await trio.lowlevel.wait_readable(listener)
         accepted = 0
         try:
-            for accepted in range(ACCEPTS_PER_TURN):
+            while accepted < ACCEPTS_PER_TURN:
                 sock, _address = listener.accept()
+                accepted += 1
                 sock.setblocking(False)
                 admit(sock)
         except BlockingIOError:
