@@ -23,9 +23,9 @@ from tests.support.ports import find_free_port
 from tests.support.processes import Server
 from tests.support.running import running
 
-WITHIN_S = 20.0  # for conditions that take a second
-STALE_S = 0.5
-CONNECT_S = 0.2
+WITHIN_S = 20.0  # for conditions that take a second or two
+STALE_S = 2.0
+CONNECT_S = 0.5
 
 TOKENS = list(range(8))
 
@@ -343,7 +343,7 @@ def test_the_selection_face_shows_why_a_worker_is_not_chosen_and_its_streams(
     port = find_free_port()
     flags = [f"--selection-bind=127.0.0.1:{port}"]
     flags += [f"--{face}-bind=off" for face in ("slot-tracker", "indexer", "conductor")]
-    limits = [f"--engine-stale-s={STALE_S}", "--router-unconnected-s=0.2"]
+    limits = [f"--engine-stale-s={STALE_S}", "--router-unconnected-s=1"]
     with running(tmp_path, port, "serve", *flags, *limits) as server, ExitStack() as engines:
         fleet = Fleet(server, flags, engines)
         engine, away = fleet.engine(), f"tcp://127.0.0.1:{find_free_port()}"

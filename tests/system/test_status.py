@@ -25,6 +25,7 @@ from kvd.cli.main import main
 from kvd.cli.status import FaceStatus, check, of_one_process, read_samples
 from kvd.config import settings, sources
 from kvd.config.parsers import Binds, TcpBind, UnixBind
+from kvd.config.sections import listening
 from tests.support import http_client
 from tests.support.asking import FACES, make_client_certificates
 from tests.support.gateways import engines, gateway_of
@@ -386,7 +387,7 @@ async def test_a_gateway_alone_is_found_at_its_default_address(
         gateway_of(kvd_process, [engine.url], count=1) as client,
     ):
         url = client.http.base_url
-        monkeypatch.setattr(settings, "DEFAULT_GATEWAY_BIND", TcpBind(url.host, url.port or 0))
+        monkeypatch.setattr(listening, "DEFAULT_GATEWAY_BIND", TcpBind(url.host, url.port or 0))
         code, shown = await trio.to_thread.run_sync(partial(status, capsys))
         assert code == 0 and list(shown["faces"]) == ["gateway"]
         assert await trio.to_thread.run_sync(main, ["doctor"]) == 0
