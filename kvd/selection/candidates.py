@@ -18,6 +18,7 @@ from kvd.selection.requests import Constraints, QueuedRequest, Ranks
 from kvd.selection.stats import SelectionOutcome, Unserved
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.index.predictions import Predictions
+from kvd_core.index.prefix_index import Worker
 from kvd_core.ledger.ledger import Ledger
 from kvd_core.selector.selector import Candidate, Pool
 from kvd_core.selector.settings import Settings
@@ -54,6 +55,9 @@ class Candidates:
         self._masks: dict[Phase | None, bytes | None] = {}
         self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None  # see `changed`
+        # By worker: what its cached blocks are read from, and its ranks in the pool. A new pool has
+        # nearly all of the former one's, and to make them takes most of its time.
+        self._made: dict[int, tuple[Worker | None, list[Candidate]]] = {}
         # By candidate, made when needed: the JSON members of an answer that name the chosen rank.
         self.pieces: list[bytes | None] = []
         members = json.dumps(key._asdict(), separators=(",", ":"))
@@ -70,6 +74,20 @@ class Candidates:
         """Returns whether a worker has a rank; the ledger also has ranks that are leaving."""
         record = self.workers.get(worker_id)
         return record is not None and dp_rank in record.ranks
+
+    def join(self, record: WorkerRecord) -> None:
+        """Adds a worker; its ranks can be chosen from now on."""
+        self.ledger.add_ranks(record.worker_id, record.ranks.start, len(record.ranks))
+        self.workers[record.worker_id] = record
+        self.changed()
+
+    def leave(self, record: WorkerRecord) -> None:
+        """Removes a worker: its ranks cannot be chosen any more."""
+        self.workers.pop(record.worker_id, None)
+        self._made.pop(record.worker_id, None)
+        for rank in [each for each in self.absent if each[0] == record.worker_id]:
+            del self.absent[rank]
+        self.changed()
 
     def changed(self, silent: int | None = None) -> None:
         """Notes that the workers or their indexes have changed, so that the pool is made anew.
@@ -116,18 +134,13 @@ class Candidates:
             return Pool(None, self.ledger, 1)
         partition = self._partition()
         known = {} if partition is None else partition.workers
-        candidates = [
-            Candidate(
-                record.worker_id,
-                dp_rank,
-                None if record.worker_id == self._silent else known.get(record.worker_id),
-                self.ledger.add_rank(record.worker_id, dp_rank),
-                record.max_num_batched_tokens or 0,
-                record.total_kv_blocks,
-            )
-            for record in self.workers.values()
-            for dp_rank in record.ranks
-        ]
+        candidates: list[Candidate] = []
+        for worker_id, record in sorted(self.workers.items()):
+            caches = None if worker_id == self._silent else known.get(worker_id)
+            made = self._made.get(worker_id)
+            if made is None or made[0] is not caches:
+                made = self._made[worker_id] = caches, self._candidates_of(record, caches)
+            candidates += made[1]
         if self.predictions is None and any(map(self._is_predicted, self.workers.values())):
             self.predictions = Predictions(
                 options.ttl_s, options.max_tree_size, options.prune_target_ratio
@@ -145,6 +158,19 @@ class Candidates:
             self.predictions,
             options.predicted_bound,
         )
+
+    def _candidates_of(self, record: WorkerRecord, caches: Worker | None) -> list[Candidate]:
+        return [
+            Candidate(
+                record.worker_id,
+                dp_rank,
+                caches,
+                self.ledger.add_rank(record.worker_id, dp_rank),
+                record.max_num_batched_tokens or 0,
+                record.total_kv_blocks,
+            )
+            for dp_rank in record.ranks
+        ]
 
     def _is_predicted(self, record: WorkerRecord) -> bool:
         """Returns whether a worker's cached blocks are only predicted, for lack of events."""
@@ -214,8 +240,9 @@ class Candidates:
         return mask if serving is None else bytes(map(and_, mask, serving))
 
     def _mask(self, pool: Pool, phase: Phase | None) -> bytes | None:
-        mask = bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)
-        return None if all(mask) else mask
+        if all(serves(record.role, phase) for record in self.workers.values()):
+            return None
+        return bytes(serves(self.workers[each.worker_id].role, phase) for each in pool.candidates)
 
     def factors(self, preferred: Mapping[str, float] | None) -> bytes | None:
         """Returns a factor for the cost of each of the pool's ranks; None means that all are 1.

@@ -360,12 +360,8 @@ class Workers:
     def _take_out(self, record: WorkerRecord) -> None:
         """Removes a worker from its candidates: its ranks cannot be chosen any more."""
         candidates = self._candidates.get(record.key)
-        if candidates is None:
-            return
-        candidates.workers.pop(record.worker_id, None)
-        for dp_rank in record.ranks:
-            candidates.absent.pop((record.worker_id, dp_rank), None)
-        candidates.changed()
+        if candidates is not None:
+            candidates.leave(record)
 
     async def _drop_ranks(self, record: WorkerRecord, dp_ranks: Sequence[int]) -> None:
         """Ends the bookings on ranks that cannot be chosen any more, in slices."""
@@ -405,9 +401,7 @@ class Workers:
         candidates = self._candidates.get(record.key) or self._new(record.key)
         self._left.pop(record.key, None)
         self._reservations.open_ledger(candidates, record.block_size)
-        candidates.ledger.add_ranks(record.worker_id, record.ranks.start, len(record.ranks))
-        candidates.workers[record.worker_id] = record
-        candidates.changed()
+        candidates.join(record)
         if self._options.uses_kv_events:
             self._streams.judge_joined(candidates, record)
 

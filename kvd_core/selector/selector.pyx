@@ -13,6 +13,7 @@ depending on the code around it.
 """
 
 from collections import namedtuple
+from operator import itemgetter
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
@@ -105,6 +106,10 @@ cdef char* put_array(char* to, const char* opening, const vector[uint64_t]& numb
     return put_text(to, "]")
 
 
+cdef bint is_same_rank(const CCandidate* a, const CCandidate* b) noexcept nogil:
+    return a.worker_id == b.worker_id and a.dp_rank == b.dp_rank
+
+
 cdef class Prompt:
     """A prompt that waits, for `Pool.match_again`. Made by `Pool.hold`."""
 
@@ -172,20 +177,18 @@ cdef class Pool:
         self.index = index
         self.predictions = predictions
         self.ledger = ledger
-        self.candidates = tuple(sorted(candidates, key=lambda each: each[:2]))
+        self.candidates = tuple(sorted(candidates, key=itemgetter(0, 1)))
         if index is not None:
             blocks = index.c
         if predictions is not None:
             predicted = predictions.c
         self.c = new CPool(block_size, blocks, predicted, predicted_bound)
-        previous = None
         for each in self.candidates:
-            if each[:2] == previous:
-                raise ValueError(f"rank {each[1]} of worker {each[0]} comes twice")
-            previous = each[:2]
             c.worker_id, c.dp_rank, worker, c.booked, c.max_batch_tokens, total = each
+            if self.c.size() and is_same_rank(&self.c.candidate(self.c.size() - 1), &c):
+                raise ValueError(f"rank {c.dp_rank} of worker {c.worker_id} comes twice")
             c.total_blocks = -1 if total is None else total
-            if ledger.rank_of(c.worker_id, c.dp_rank) != c.booked:
+            if ledger.find_rank(c.worker_id, c.dp_rank) != c.booked:
                 raise KeyError(c.booked)
             if worker is not None and (index is None or worker.index is not index):
                 raise ValueError(f"worker {c.worker_id} is not of the pool's index")
@@ -305,7 +308,7 @@ cdef class Pool:
         for i in range(self.c.size()):
             c = &self.c.candidate(i)
             at = former.c.position(c.worker_id, c.dp_rank)
-            if at == former.c.size() or former.candidates[at][:2] != self.candidates[i][:2]:
+            if at == former.c.size() or not is_same_rank(&former.c.candidate(at), c):
                 continue
             for line in range(kTurns):
                 self.turns[i * kTurns + line] = former.turns[at * kTurns + line]

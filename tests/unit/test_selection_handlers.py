@@ -106,7 +106,9 @@ class Face:
                     row.worker.store(row.dp_rank, sequence_hashes(CACHED), CACHED)
         full = self.selections.candidates[PartitionKey("full", DEFAULT_TENANT)]
         full.ledger = Ledger(1)
-        full.changed()
+        for record in list(full.workers.values()):
+            full.leave(record)
+            full.join(record)
         self.reserve("m", "a", 16)
         self.reserve("m", "b", 16)
         self.reserve("full", "filler", 16)

@@ -186,6 +186,17 @@ async def test_many_ranks_are_listened_to_in_slices(nursery: trio.Nursery) -> No
     service.check()
 
 
+async def test_a_new_pool_has_the_ranks_of_the_former_one() -> None:
+    service = await ready(worker(1, data_parallel_size=2), worker(3))
+    candidates = service.candidates()
+    before = candidates.pool.candidates
+    await service.selections.workers.put(worker(2))
+    after = candidates.pool.candidates
+    assert [each.worker_id for each in after] == [1, 1, 2, 3]
+    assert all(each in map(id, after) for each in map(id, before))  # the very same objects
+    service.check()
+
+
 async def test_many_endpoints_are_checked_in_slices(nursery: trio.Nursery) -> None:
     service, ranks, passes = Service(), 4 * ENDPOINTS_AT_ONCE, 0
 
