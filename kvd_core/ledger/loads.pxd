@@ -99,7 +99,7 @@ cdef inline LoadedRankId take_rank(
     cdef char* to
     if loads.free.empty():
         id = <LoadedRankId>loads.ranks.size()
-        loads.ranks.resize(id + 1)
+        loads.ranks.extend()
     else:
         id = loads.free.back()
         loads.free.pop_back()
@@ -120,7 +120,7 @@ cdef inline void disown(SharedLoads* loads, LoadedRankId id, uint8_t owner) noex
         return
     loads.free.push_back(id)
     if loads.free.size() == loads.ranks.size():
-        vector[LoadedRank]().swap(loads.ranks)
+        loads.ranks.release()
         vector[LoadedRankId]().swap(loads.free)
         vector[uint32_t]().swap(loads.depths)
 

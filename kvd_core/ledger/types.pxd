@@ -12,6 +12,17 @@ from kvd_core.ledger.trie cimport CTrie, LoadedRankId, NodeId
 ctypedef uint32_t RequestId  # dense, reused after the request has ended
 
 
+cdef extern from "base/page_buffer.hpp" namespace "kvd" nogil:
+    cppclass PageBuffer[T]:
+        size_t size()
+        size_t capacity()
+        T* data()
+        T& operator[](size_t)
+        void reserve(size_t) except +
+        void extend()                  # after reserve; the new entry has to be written
+        void release()
+
+
 cdef extern from "ledger/bounds.hpp" namespace "kvd::ledger" nogil:
     size_t kMaxIdBytes
     uint32_t kMaxRequests
@@ -104,7 +115,7 @@ cdef struct LoadedRank:
 
 cdef struct SharedLoads:  # see loads.pxd
     CTrie trie
-    vector[LoadedRank] ranks
+    PageBuffer[LoadedRank] ranks
     vector[LoadedRankId] free
     vector[uint32_t] depths  # one for each rank: the answer of the last `live_depths`
     Book* books[kMaxLedgers]    # of the ledgers that take part, by the number of their bit

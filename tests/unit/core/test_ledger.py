@@ -661,6 +661,18 @@ def test_each_expires_its_own() -> None:
     assert shared.one.stats()["expired"] == 1 and shared.other.stats()["expired"] == 0
 
 
+def test_loads_stay_while_thousands_of_ranks_come() -> None:
+    loads = Loads()
+    ledgers = Ledger(loads=loads), Ledger(loads=loads)
+    for ledger in ledgers:
+        assert ledger.add("r", ledger.add_rank(9, 0), packed(1, 2), 5, 0.0) == ADDED
+    for worker_id in range(8, 0, -1):
+        for ledger in ledgers:
+            ledger.add_ranks(worker_id, 0, 1024)
+            assert ledger.load(ledger.rank_of(9, 0)) == (10, 2, 2)
+            ledger.verify()
+
+
 def test_a_ledger_that_is_dropped_weighs_nothing() -> None:
     shared = Shared()
     shared.book(shared.one, "r1", shared.common, 1, 2, tokens=5)
