@@ -45,8 +45,8 @@ CHECK_EVERY_S = 1.0
 
 SETTING = "fleet_file"
 
-# Entries of the fleet file read or registered between two checkpoints: 1 to 2 ms.
-SLICE_ENTRIES = 8
+# Entries of the fleet file read or registered between two checkpoints: 0.3 to 0.5 ms.
+SLICE_ENTRIES = 2
 
 log = get_logger(__name__)
 
