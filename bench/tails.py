@@ -12,6 +12,8 @@ otherwise. Meanwhile, by case:
     scrape           /metrics is written, of 512 streams
     snapshot         snapshots are written
     recovery         the daemon recovers from another one
+    fill             1,000,000 blocks are stored in an empty index
+    pool             a worker comes and goes beside 512 of 8 ranks; the question is /select
     registration     workers of 4,096 ranks come and go; the question is /potential_loads
     listeners        a worker of 512 ranks with events comes and goes
     fleet            512 workers of a fleet file come and go
@@ -65,6 +67,7 @@ ONCE: dict[str, Option] = {"secs": 0.3, "warm": 0.05}
 
 WAITING = 1_000  # selections
 BATCH = 100_000  # tokens that make a worker busy
+POOL, POOL_RANKS = 512, 8  # workers that can be selected, and ranks of each
 WIDE, WIDE_WORKERS = 4096, 15  # ranks of a worker, its bound; a ledger has room for 16 of these
 LISTENERS = 512  # ranks with events that come and go
 STAY_S = 0.3  # that they stay, or are away: longer than it takes them to connect
@@ -239,6 +242,25 @@ def recovery(bench: Bench) -> None:
         bench.measure(f"recovery of {RECOVERED:,} blocks", server, asked, recovers)
 
 
+def fill(bench: Bench) -> None:
+    # It has a worker of its own, so that queries for the model work at once.
+    own = "--model-name=bench", "--block-size=16", "--workers=9999=tcp://127.0.0.1:1"
+    contender = replace(bench.contender, command=(*bench.contender.command, *own))
+    with ExitStack() as stack:
+        server = stack.enter_context(running(contender, bench.logs))
+        options: dict[str, Option] = {"event_blocks": EVENT_BLOCKS, "window": WINDOW}
+        left = [data(8)]
+
+        def publish() -> None:
+            if left:
+                stack.enter_context(bench.generator.hold(server, **left.pop(), **options))
+            else:
+                nothing()
+
+        case = f"{PAIRS[8]:,} blocks are stored in an empty index"
+        bench.measure(case, server, bench.load(8), publish)
+
+
 def unregistration(bench: Bench) -> None:
     with bench.filled(512) as (server, _):
         leaving = iter(range(1, 512))  # one stays, or queries for the model would fail
@@ -287,6 +309,29 @@ def selections(bench: Bench) -> None:
                 ask(server.port, "DELETE", f"/reservations/busy-{worker}")
 
         bench.measure(f"{WAITING:,} selections are served", server, asked, free)
+
+
+def pool(bench: Bench) -> None:
+    (port,) = free_ports(1)
+    faces = "--indexer-bind=off", "--slot-tracker-bind=off", "--conductor-bind=off"
+    command = (*bench.contender.command[:-1], "serve", *faces, f"--selection-bind=127.0.0.1:{port}")
+    with running_on(replace(bench.contender, command=command), port, bench.logs) as server:
+        records = [wide_record(worker) for worker in range(1, POOL + 1)]
+        for record in records:
+            ask(port, "POST", "/workers", record | {"data_parallel_size": POOL_RANKS})
+        body = json.dumps({"model_name": "wide", "token_ids": [7] * 512})
+        asked: dict[str, Option] = {"kind": "raw", "path": "/select", "body": body}
+        asked |= {"conns": 1, "secs": bench.seconds, "warm": WARM_S}
+
+        def come_and_go() -> None:
+            record = wide_record(POOL + 1) | {"data_parallel_size": POOL_RANKS}
+            ask(port, "POST", "/workers", record)
+            time.sleep(STAY_S)
+            ask(port, "DELETE", f"/workers/{POOL + 1}")
+            time.sleep(STAY_S)
+
+        case = f"a worker comes and goes beside {POOL} of {POOL_RANKS} ranks"
+        bench.measure(case, server, asked, come_and_go)
 
 
 def registration(bench: Bench) -> None:
@@ -422,6 +467,8 @@ CASES: dict[str, Callable[[Bench], None]] = EVENTS | {
     "scrape": scrape,
     "snapshot": snapshot,
     "recovery": recovery,
+    "fill": fill,
+    "pool": pool,
     "registration": registration,
     "listeners": listeners,
     "fleet": fleet,
