@@ -121,9 +121,12 @@ class _Reader:
 
         Receiving fails only if the context ended before its listeners did: a bug, so it may raise.
         """
-        await self._meanwhile(link, self._ready.wait)
+        # Usually there is nothing to wait for, and hundreds of listeners may start together.
+        if not self._ready.is_set():
+            await self._meanwhile(link, self._ready.wait)
         self._listener.receiving()
-        await self._meanwhile(link, self._finish)  # a batch that the last session left unfinished
+        if self._listener.unfinished is not None:  # the last session has left a batch unfinished
+            await self._meanwhile(link, self._finish)
         more = await self._take_some(link)
         while True:
             if self._listener.unfinished is not None:

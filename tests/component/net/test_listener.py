@@ -47,6 +47,29 @@ async def test_batches_are_applied_in_order(publish: Publish, listen: Listen) ->
     assert (listener.connected, listener.stats.joins, listener.link.last_error) == (True, 1, None)
 
 
+class Spawned(trio.abc.Instrument):
+    """The names of tasks that have been started."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def task_spawned(self, task: trio.lowlevel.Task) -> None:
+        self.names.append(task.name)
+
+
+async def test_no_task_keeps_messages_where_they_can_be_applied(
+    publish: Publish, listen: Listen
+) -> None:
+    spawned = Spawned()
+    trio.lowlevel.add_instrument(spawned)
+    worker = publish()
+    listening = listen(worker.endpoint)
+    await worker.subscribed()
+    worker.send(b"a")
+    await until(lambda: listening.applied == [b"a"])
+    assert not [name for name in spawned.names if name.endswith("._keep")]
+
+
 async def test_a_worker_may_come_up_later(publish: Publish, listen: Listen) -> None:
     with reserved_endpoint() as endpoint:
         listening = listen(endpoint)
