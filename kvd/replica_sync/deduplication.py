@@ -8,6 +8,7 @@ booked already, or finds that it has ended.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvd.model import PartitionKey
@@ -19,13 +20,17 @@ from kvd_core.ledger.journal import Journal
 MAX_ENDED = 65_536
 ENDED_S = 60.0
 
+# Most outdated ends forgotten with each new one: more than one adds, so they do not stay.
+OUTDATED_AT_ONCE = 16
+
 
 class Deduplicator:
     """Remembers requests known from replica sync alone, and ended ones that it must not book."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
         self.requests: set[tuple[PartitionKey, str]] = set()
-        self._ended: dict[tuple[PartitionKey, str], float] = {}  # when each ended, oldest first
+        # When each ended, oldest first.
+        self._ended: OrderedDict[tuple[PartitionKey, str], float] = OrderedDict()
         self._journal = journal
         self._clock = clock
         self._is_recording = True  # but for what replicas send
@@ -44,11 +49,11 @@ class Deduplicator:
         now = self._clock()
         self._ended.pop((key, request_id), None)
         self._ended[key, request_id] = now
-        while True:
-            name, at = next(iter(self._ended.items()))
-            if len(self._ended) <= MAX_ENDED and at >= now - ENDED_S:
+        for _ in range(OUTDATED_AT_ONCE):
+            oldest = next(iter(self._ended.values()))
+            if len(self._ended) <= MAX_ENDED and oldest >= now - ENDED_S:
                 return
-            del self._ended[name]
+            self._ended.popitem(last=False)
 
     def apply(
         self,
