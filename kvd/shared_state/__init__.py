@@ -2,12 +2,21 @@
 
 server      the client of the server that `--state-url` names (kvd.wire.state_address)
 keys        the names of the server's keys
-entries     entries of the stream and pieces of views, as bytes
+entries     entries of the stream, as bytes
+pieces      heads and pieces of views, as bytes
+requests    what a process knows of a request, and what others tell of it
 outbox      `Outbox`: this process's own steps, numbered, in entries
-mirror      `Mirror`: the live requests of all processes, and how far each process was read
-views       a writer's view of all live requests: written in slices, merged by others
+mirror      `Mirror`: the live requests of all processes
+booked      `BookedHere`: what others tell, applied to the ledgers here
+held        `HeldSteps`: steps that came before their booking
+progress    `Progress`: how far the steps of each process are known here
+views       a writer's view of all live requests: written in slices
+merge       `Merge`: takes over another writer's view
+fleet       `KnownFleet`: what is known of the others, from one session to the next
 members     `Member`: which other processes there are, their addresses, how far each has read
 catalog     `Catalog`: registrations that calls to any replica have made
+writer      `StreamWriter`: writes our steps to the stream
+reader      `StreamReader`: follows the stream, and reads views after a gap
 session     the tasks that run while the server is connected
 service     `SharedState`: the part of the daemon that runs sessions, one after the other
 none        `NoSharedState`: stands for it if no server is set

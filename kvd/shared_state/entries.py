@@ -1,4 +1,4 @@
-"""Writes entries of the stream and pieces of views as bytes, and reads them again.
+"""Writes entries of the stream as bytes, and reads them again.
 
     entry   v: form   w: writer   n: number of its first step   m: of its last
             t: the writer's clock   s: the server's then   l: ledgers   d: dots   r: records
@@ -16,9 +16,9 @@ in a form that they do not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
@@ -41,6 +41,14 @@ class LedgerName(NamedTuple):
     face: Face
     key: PartitionKey
     block_size: int
+
+
+class Name(NamedTuple):
+    """Names a request, with the face through which it was booked."""
+
+    face: Face
+    key: PartitionKey
+    request_id: str
 
 
 class Position(NamedTuple):
@@ -67,6 +75,14 @@ class Dot(NamedTuple):
 
     writer: str
     number: int
+
+
+class Outputs(NamedTuple):
+    """The output blocks of one request that one writer has reported."""
+
+    writer: str
+    number: int  # of the last of its steps that is counted here
+    blocks: int
 
 
 class Unreadable(ValueError):
@@ -97,6 +113,11 @@ def number_of(value: Any) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"{number} is no number of a step")
     return number
+
+
+def dot_of(writer: Any, number: Any) -> Dot:
+    """Returns a dot of these parts; raises what `number_of` raises."""
+    return Dot(str(writer), number_of(number))
 
 
 def moment_of(value: Any) -> float:
@@ -176,7 +197,7 @@ def last_of(fields: Mapping[Any, Any], writer: str) -> int | None:
         return number_of(fields[b"m"]) if is_its else None
 
 
-def packed_dots(dots: list[Dot | None]) -> bytes:
+def packed_dots(dots: Sequence[Dot | None]) -> bytes:
     """Packs dots as a list of writers, and for each dot its index in that list and its number."""
     writers = list(dict.fromkeys(dot.writer for dot in dots if dot is not None))
     indexes = {writer: index for index, writer in enumerate(writers)}
@@ -189,7 +210,7 @@ def read_dots(content: bytes) -> list[Dot | None]:
     """Returns packed dots; raises Unreadable."""
     with understanding("a list of dots"):
         writers, flat = unpacked(content)
-        return [None if each is None else _dot(writers[each[0]], each[1]) for each in flat]
+        return [None if each is None else dot_of(writers[each[0]], each[1]) for each in flat]
 
 
 def packed_ledgers(ledgers: Mapping[int, LedgerName]) -> bytes:
@@ -215,133 +236,3 @@ def unpacked(content: bytes) -> Any:
     # TypeError comes from a map with a key that is a list or a map.
     except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
         raise Unreadable(f"an entry or a view is not msgpack: {error!r}") from None
-
-
-# ---- views
-
-
-@dataclass(frozen=True, slots=True)
-class ViewHead:
-    """The head of a writer's view: which steps are in it."""
-
-    number: int  # of the view; the key of its pieces contains it
-    pieces: int
-    size_bytes: int
-    numbers: Mapping[str, int]  # by writer: the last step that was in it when it was begun
-    position: Position  # up to which the writer had read the stream then
-    own: int  # number of the writer's own last step then, sent or not
-    ended: frozenset[Dot]  # bookings beyond the numbers that have ended
-    served: list[tuple[str, str | None]]  # models and tenants; empty means all
-
-    def packed(self) -> bytes:
-        members = {
-            "v": FORM,
-            "number": self.number,
-            "pieces": self.pieces,
-            "bytes": self.size_bytes,
-            "numbers": dict(self.numbers),
-            "position": str(self.position),
-            "own": self.own,
-            "ended": packed_dots(list(self.ended)),
-            "partial": False,  # earlier versions do not read a view that does not say so
-            "served": self.served,
-        }
-        content: bytes = msgpack.packb(members)
-        return content
-
-    @classmethod
-    def read(cls, content: bytes) -> ViewHead | None:
-        """Returns a view's head, None if its form is not known here; raises Unreadable."""
-        with understanding("a view"):
-            members = unpacked(content)
-            # The numbers of a partial view, which earlier versions write, count what it lacks.
-            if members["v"] != FORM or members.get("partial"):
-                return None
-            ended = read_dots(members["ended"]) if "ended" in members else ()
-            return cls(
-                number_of(members["number"]),
-                number_of(members["pieces"]),
-                number_of(members["bytes"]),
-                {str(writer): number_of(number) for writer, number in members["numbers"].items()},
-                Position.of(members["position"]),
-                number_of(members["own"]),
-                frozenset(dot for dot in ended if dot is not None),
-                [(model, tenant) for model, tenant in members["served"]],
-            )
-
-
-class Outputs(NamedTuple):
-    """The output blocks of one request that one writer has reported."""
-
-    writer: str
-    number: int  # of the last of its steps that is counted here
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some of a writer's live requests, as they were at one moment."""
-
-    clock: float  # the writer's clock at that moment
-    position: Position  # up to which the writer had read the stream
-    own: int  # number of the writer's own last step
-    ledgers: Mapping[int, LedgerName] = field(default_factory=dict)
-    records: bytes = b""  # bookings, and bindings of sessions
-    dots: list[Dot | None] = field(default_factory=list)  # one a booking; None: readers skip it
-    # For each booking who has reported its output blocks; None: the view's writer, up to `own`.
-    outputs: list[list[Outputs] | None] = field(default_factory=list)
-    # Live bookings without a rank at the writer: face, model, tenant, request id and dot.
-    elsewhere: list[tuple[str, str, str, str, Dot]] = field(default_factory=list)
-    server_clock: float | None = None  # the server's clock at `clock`; None if not stated
-    also: list[list[Dot]] = field(default_factory=list)  # a booking's dots at other processes
-
-    def packed(self) -> bytes:
-        members = {
-            "t": self.clock,
-            "s": self.server_clock,
-            "position": str(self.position),
-            "own": self.own,
-            "l": packed_ledgers(self.ledgers),
-            "r": self.records,
-            "dots": packed_dots(self.dots),
-            "outputs": self.outputs,
-            "elsewhere": self.elsewhere,
-            "also": self.also,
-        }
-        content: bytes = msgpack.packb(members)
-        return content
-
-    @classmethod
-    def read(cls, content: bytes) -> Piece:
-        """Returns a piece; raises Unreadable."""
-        with understanding("a piece of a view"):
-            members = unpacked(content)
-            records = members["r"]
-            if not isinstance(records, bytes):
-                raise TypeError("its records are no bytes")
-            return cls(
-                moment_of(members["t"]),
-                Position.of(members["position"]),
-                number_of(members["own"]),
-                read_ledgers(members["l"]),
-                records,
-                read_dots(members["dots"]),
-                # Earlier versions do not write `outputs`, `s` and `also`.
-                [None if each is None else _outputs(each) for each in members.get("outputs", ())],
-                list(_elsewhere(members["elsewhere"])),
-                None if members.get("s") is None else moment_of(members["s"]),
-                [[_dot(*dot) for dot in each] for each in members.get("also", ())],
-            )
-
-
-def _dot(writer: Any, number: Any) -> Dot:
-    return Dot(str(writer), number_of(number))
-
-
-def _outputs(rows: Any) -> list[Outputs]:
-    return [Outputs(str(writer), number_of(number), number_of(n)) for writer, number, n in rows]
-
-
-def _elsewhere(rows: Any) -> Iterator[tuple[str, str, str, str, Dot]]:
-    for face, model_name, tenant_id, request_id, dot in rows:
-        yield Face(face).value, str(model_name), str(tenant_id), str(request_id), _dot(*dot)

@@ -21,8 +21,9 @@ from struct import Struct
 import trio
 
 from kvd.model import PartitionKey
+from kvd.shared_state.booked import Faces
 from kvd.shared_state.entries import ENTRY_BYTES, Dot, LedgerName, StreamEntry, unpacked
-from kvd.shared_state.mirror import Faces, Mirror
+from kvd.shared_state.mirror import Mirror
 from kvd.slots.shared_loads import LEDGER, Ledgers
 from kvd.wire.lifecycle import Face
 from kvd_core.ledger.journal import ENDED, Booked, Journal, OtherRecord, pieces, read
@@ -45,6 +46,7 @@ class Outbox:
         self._size = 0  # bytes of the entries
         self._journal = journal
         self._mirror = mirror
+        self._progress = mirror.progress
         self._opened = ledgers
         self._faces = faces
         self._ledgers: dict[int, LedgerName] = {}
@@ -60,7 +62,7 @@ class Outbox:
     @property
     def shared_number(self) -> int:
         """The number of the last step that the server has, in an entry or by our next view."""
-        return self.entries[0].first - 1 if self.entries else self._mirror.own
+        return self.entries[0].first - 1 if self.entries else self._progress.own
 
     @property
     def has_unsent(self) -> bool:
@@ -71,13 +73,21 @@ class Outbox:
         for kind, face in self._faces.items():
             for owner in face.owners():
                 if owner.ledger_block_size is not None and owner.ledger.number:
-                    of = owner.ledger, kind, owner.key, owner.ledger_block_size
-                    self._opened.introduce(self._journal, *of)
+                    self._opened.introduce(
+                        self._journal, owner.ledger, kind, owner.key, owner.ledger_block_size
+                    )
 
     async def drain(self) -> None:
         """Numbers all recorded steps, including those that come meanwhile."""
         while self._number_some(trio.current_time()):
             await trio.lowlevel.checkpoint()
+
+    async def go_through(self, work: Iterator[None]) -> None:
+        """Goes through work in slices, while clients go on; all their steps come before a slice."""
+        await self.drain()
+        for _ in work:
+            await trio.lowlevel.checkpoint()
+            await self.drain()
 
     def _number_some(self, now: float) -> bool:
         """Numbers a slice of the recorded steps; returns whether there are more."""
@@ -102,7 +112,7 @@ class Outbox:
             self._dropped = self._journal.dropped
             self.holes += 1
             # The number left out comes first, since newer steps may come while these are numbered.
-            self._mirror.skip_own()
+            self._progress.own += 1
             self.introduce()
 
     def sent(self) -> None:
@@ -110,12 +120,12 @@ class Outbox:
         self._size -= len(self.entries.popleft().records)
 
     def _number(self, records: bytes, now: float) -> None:
-        mirror = self._mirror
-        first = mirror.own + 1
+        mirror, progress = self._mirror, self._progress
+        first = progress.own + 1
         used: dict[int, LedgerName] = {}
         dots: list[Dot | None] = []
         for record in read(records):
-            mirror.own += 1
+            progress.own += 1
             if isinstance(record, OtherRecord):
                 if record.kind == LEDGER:
                     self._introduce(record.content)
@@ -130,13 +140,13 @@ class Outbox:
                 mirror.booked_here(name, record.request_id)
                 continue
             dots.append(mirror.stepped_here(name, record))
-        self._append(StreamEntry(mirror.writer, first, mirror.own, now, used, dots, records))
+        self._append(first, now, used, dots, records)
 
     def _number_ends(self, now: float) -> None:
         """Numbers ends of bookings that no recorded step names: their dot here is another."""
-        mirror = self._mirror
-        ends = mirror.untold[:NUMBERED_AT_ONCE]
-        del mirror.untold[:NUMBERED_AT_ONCE]
+        untold = self._mirror.untold
+        ends = untold[:NUMBERED_AT_ONCE]
+        del untold[:NUMBERED_AT_ONCE]
         names: dict[int, LedgerName] = {}
         dots: list[Dot | None] = []
         for number, (name, dot) in enumerate(ends):
@@ -144,13 +154,22 @@ class Outbox:
             self._ends.put(ENDED, STEP.pack(number, len(request_id)) + request_id)
             names[number] = LedgerName(name.face, name.key, 0)
             dots.append(dot)
-        first = mirror.own + 1
-        mirror.own += len(ends)
-        records = self._ends.take()
-        self._append(StreamEntry(mirror.writer, first, mirror.own, now, names, dots, records))
+        first = self._progress.own + 1
+        self._progress.own += len(ends)
+        self._append(first, now, names, dots, self._ends.take())
 
-    def _append(self, entry: StreamEntry) -> None:
-        self._size += len(entry.records)
+    def _append(
+        self,
+        first: int,
+        now: float,
+        ledgers: dict[int, LedgerName],
+        dots: list[Dot | None],
+        records: bytes,
+    ) -> None:
+        """Has an entry wait with the steps from the `first` to our last."""
+        progress = self._progress
+        entry = StreamEntry(progress.writer, first, progress.own, now, ledgers, dots, records)
+        self._size += len(records)
         self.entries.append(entry)
 
     def _introduce(self, content: bytes) -> None:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from secrets import token_hex
 from typing import Any
 
+import trio
 from coredis import Redis, RedisCluster, Sentinel
 from coredis.connection import TCPLocation
 from coredis.exceptions import RedisError
@@ -30,6 +31,10 @@ ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # longest time that the server may take to accept a connection
 ANSWER = 0.3  # leases that the server may take to answer; more than NEWS, its wait for entries
+
+# Difference from which the server's clock counts as set anew: ages are off by less until then.
+CLOCK_STEP_S = 0.5
+
 WRITE_ROWS = """
 for i = 3, #ARGV, 2 do redis.call(ARGV[1], KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('SET', KEYS[2], ARGV[2])
@@ -100,6 +105,34 @@ async def time_of(client: Client, keys: Keys) -> float:
     answer: Any = await client.eval("return redis.call('TIME')", [keys.ops], [])
     seconds, micros = answer
     return int(seconds) + int(micros) / 1e6
+
+
+class ServerClock:
+    """The server's clock, as far as it is known here."""
+
+    def __init__(self, client: Client, keys: Keys) -> None:
+        self.ahead_s = 0.0  # the server's clock minus ours
+        self._client = client
+        self._keys = keys
+
+    async def note(self) -> bool:
+        """Compares the server's clock with ours; returns whether it had been set.
+
+        Between two readings the server's clock may be set, or this machine may be suspended. Ages
+        by the old difference would let other processes expire live requests. An answer that takes
+        long shows a step only if it is larger than that time. Raises what the client raises.
+        """
+        before = trio.current_time()
+        server = await time_of(self._client, self._keys)
+        after = trio.current_time()
+        if server - after - CLOCK_STEP_S <= self.ahead_s <= server - before + CLOCK_STEP_S:
+            return False
+        self.ahead_s = server - (before + after) / 2
+        return True
+
+    def ours(self, moment: float) -> float:
+        """Returns a moment of the server's clock by ours; it is not in the future."""
+        return min(trio.current_time(), moment - self.ahead_s)
 
 
 async def write_rows(

@@ -21,13 +21,16 @@ from kvd.index.served_models import ServedModels
 from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.service import Selections
+from kvd.shared_state.booked import BOUND, BookedHere, Faces
 from kvd.shared_state.catalog import Catalog, CatalogStats
+from kvd.shared_state.fleet import KnownFleet
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.mirror import BOUND, Faces, Mirror
+from kvd.shared_state.mirror import Mirror
 from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.server import ServerError, connected
-from kvd.shared_state.session import FLUSH_S, KnownFleet, Session
+from kvd.shared_state.session import Session
 from kvd.shared_state.views import Views
+from kvd.shared_state.writer import FLUSH_S
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
@@ -75,12 +78,12 @@ class SharedState:
         self._at_rest = trio.Lock()
         self._catalog = catalog
         affinity = selections.affinity
-        self._mirror = Mirror(
-            writer, faces, affinity, journal, deduplicator, served.serves, trio.current_time
-        )
+        here = BookedHere(faces, affinity, journal, trio.current_time)
+        self._mirror = Mirror(writer, here, deduplicator, served.serves, trio.current_time)
         self._outbox = Outbox(journal, self._mirror, ledgers, faces)
-        content = faces, affinity, served.listed, self._at_rest
-        self._views = Views(self._mirror, self._outbox, *content)
+        self._views = Views(
+            self._mirror, self._outbox, faces, affinity, served.listed, self._at_rest
+        )
         self._shared_until = shared_until
         self._fleet = KnownFleet(served)
         self._stopping = trio.Event()
@@ -122,8 +125,6 @@ class SharedState:
             began_at = trio.current_time()
             try:
                 async with connected(self._server) as client:
-                    server = self._server
-                    about = platform.node(), server.advertised, self._served.listed
                     session = Session(
                         client,
                         self._keys,
@@ -134,7 +135,9 @@ class SharedState:
                         self._at_rest,
                         self._fleet,
                         self._shared_until.note,
-                        *about,
+                        platform.node(),
+                        self._server.advertised,
+                        self._served.listed,
                         lease_s,
                     )
                     await session.run(self._welcome, self._stopping)
@@ -196,7 +199,7 @@ class SharedState:
             "server": str(self._server.address),
             "connected": self._fleet.is_connected,
             "replicas": len(self._fleet.members),
-            "behind": len(self._mirror.behind),
+            "behind": len(self._mirror.progress.behind),
             "fault": next(refusals, None) if self._fleet.is_connected else self._fault,
         }
 
@@ -204,12 +207,13 @@ class SharedState:
         """Yields the families of /metrics."""
         fleet, mirror, outbox = self._fleet, self._mirror, self._outbox
         stats, of_mirror, of_views = fleet.stats, mirror.stats, self._views.stats
+        progress = mirror.progress
         help = "Whether the server of the shared state is connected"
         yield gauge("kvd_shared_state_connected", help, int(fleet.is_connected))
         help = "Number of other processes that share this state"
         yield gauge("kvd_shared_state_replicas", help, len(fleet.members))
         help = "Number of other processes whose latest steps have not arrived here"
-        yield gauge("kvd_shared_state_behind", help, len(mirror.behind))
+        yield gauge("kvd_shared_state_behind", help, len(progress.behind))
         help = "Number of live requests whose rank is not registered here"
         yield gauge("kvd_shared_state_waiting_requests", help, len(mirror.waiting))
         help = "Total size of the steps that wait for the server in bytes"
@@ -242,9 +246,9 @@ class SharedState:
             (
                 "left_out",
                 "Number of requests of other processes not booked because a limit was reached",
-                of_mirror.left_out,
+                mirror.left_out,
             ),
-            ("gaps", "Number of gaps in the steps of other processes", of_mirror.gaps),
+            ("gaps", "Number of gaps in the steps of other processes", progress.gaps),
             (
                 "holes",
                 "Number of times that steps of this process were dropped because too many waited",

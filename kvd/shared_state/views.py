@@ -13,25 +13,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 from coredis.exceptions import WrongTypeError
 
 from kvd.selection.affinity import Affinity
+from kvd.shared_state.booked import BOUND, SCRATCH_BYTES, Faces
 from kvd.shared_state.entries import (
     ENTRY_BYTES,
     MAX_ENTRY_BYTES,
     Dot,
     LedgerName,
+    Name,
     Outputs,
-    Piece,
     Unreadable,
-    ViewHead,
 )
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.mirror import BOUND, SCRATCH_BYTES, Faces, Mirror, Name
+from kvd.shared_state.mirror import Mirror
 from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.pieces import Piece, ViewHead
 from kvd.shared_state.server import Client
 from kvd.wire import affinity as sessions
 from kvd_core.ledger.journal import Booked, Journal, read
@@ -44,9 +45,11 @@ OLD_PIECES_S = 60  # time that pieces of a replaced view are kept for their read
 # Pieces of one view that are read, 16 GiB: a view that claims more is refused.
 MAX_PIECES = 2**18
 
-# Sessions, and requests without a rank, in one piece: some 50 KB.
+# Sessions, requests without a rank, and ended bookings in one piece: at most some 50 KB, and under
+# 1 ms.
 SESSIONS_A_PIECE = 256
 ELSEWHERE_A_PIECE = 512
+ENDED_A_PIECE = 512
 
 
 @dataclass(slots=True)
@@ -89,16 +92,16 @@ class Views:
         The server's clock is `server_s` ahead of ours.
         """
         self._server_s = server_s
-        mirror = self._mirror
+        progress = self._mirror.progress
         async with self._at_rest:
             await self._outbox.drain()
-            numbers = mirror.whole_numbers() | {mirror.writer: mirror.own}
-            position, own, ended = mirror.position, mirror.own, frozenset(mirror.ended)
+            numbers, position, own = progress.whole_numbers(), progress.position, progress.own
+            ended = list(progress.ended)
         number = self.number + 1
-        name = keys.pieces(mirror.writer, number)
+        name = keys.pieces(progress.writer, number)
         pieces = size = 0
         await client.delete([name])
-        async with aclosing(self._pieces()) as made:
+        async with aclosing(self._pieces(ended)) as made:
             async for piece in made:
                 content = piece.packed()
                 await client.rpush(name, [content])
@@ -106,71 +109,67 @@ class Views:
                     await client.expire(name, VIEW_S)
                 pieces += 1
                 size += len(content)
-        head = ViewHead(number, pieces, size, numbers, position, own, ended, list(self._served))
-        await client.set(keys.view(mirror.writer), head.packed(), ex=VIEW_S)
+        head = ViewHead(number, pieces, size, numbers, position, own, list(self._served))
+        await client.set(keys.view(progress.writer), head.packed(), ex=VIEW_S)
         if self.number:
-            await client.expire(keys.pieces(mirror.writer, self.number), OLD_PIECES_S)
+            await client.expire(keys.pieces(progress.writer, self.number), OLD_PIECES_S)
         self.number = number
         self.stats.written += 1
         self.stats.written_bytes += size
 
-    async def _pieces(self) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, ended: list[Dot]) -> AsyncGenerator[Piece, None]:
         for kind, face in self._faces.items():
             for owner in list(face.owners()):
                 after: int | None = 0 if owner.ledger_block_size else None
                 while after is not None:
                     async with self._at_rest:
-                        now = trio.current_time()
                         await self._outbox.drain()
                         after = owner.ledger.export(self._scratch, after, ENTRY_BYTES)
                         records = self._scratch.take()
                         ledger = LedgerName(kind, owner.key, owner.ledger_block_size or 0)
-                        piece = self._piece(now, {owner.ledger.number: ledger}, records)
+                        piece = self._of_bookings(owner.ledger.number, ledger, records)
                     if records:
                         yield piece
         async with self._at_rest:
-            elsewhere = [(*_flat(name), known.dot) for name, known in self._mirror.waiting.items()]
+            elsewhere = [(name, known.dot) for name, known in self._mirror.waiting.items()]
         for at in range(0, len(elsewhere), ELSEWHERE_A_PIECE):
-            yield self._bare(elsewhere=elsewhere[at : at + ELSEWHERE_A_PIECE])
+            yield replace(self._bare(), elsewhere=elsewhere[at : at + ELSEWHERE_A_PIECE])
+        for at in range(0, len(ended), ENDED_A_PIECE):
+            yield replace(self._bare(), ended=ended[at : at + ENDED_A_PIECE])
         if self._affinity is not None:
             for number, bound in enumerate(self._affinity.bound(), 1):
                 self._scratch.put(BOUND, sessions.encode(bound))
                 if number % SESSIONS_A_PIECE == 0:
-                    yield self._bare(records=self._scratch.take())
+                    yield replace(self._bare(), records=self._scratch.take())
             if len(self._scratch):
-                yield self._bare(records=self._scratch.take())
+                yield replace(self._bare(), records=self._scratch.take())
 
-    def _piece(self, now: float, ledgers: dict[int, LedgerName], records: bytes) -> Piece:
+    def _of_bookings(self, number: int, ledger: LedgerName, records: bytes) -> Piece:
+        """Returns a piece with bookings of the ledger that has this number in their records."""
         mirror = self._mirror
         dots: list[Dot | None] = []
         outputs: list[list[Outputs] | None] = []
         also: list[list[Dot]] = []
         for booked in read(records):
             assert isinstance(booked, Booked)
-            name = Name(*ledgers[booked.ledger][:2], booked.request_id)
-            known = mirror.find(name)
+            known = mirror.known(Name(ledger.face, ledger.key, booked.request_id))
             dots.append(None if known is None else known.dot)
             outputs.append(None if known is None else mirror.outputs_of(known, booked))
             also.append([] if known is None else list(known.also))
+        return replace(
+            self._bare(),
+            ledgers={number: ledger},
+            records=records,
+            dots=dots,
+            outputs=outputs,
+            also=also,
+        )
+
+    def _bare(self) -> Piece:
+        """Returns an empty piece."""
+        progress, now = self._mirror.progress, trio.current_time()
         at = now + self._server_s
-        where = mirror.position, mirror.own
-        return Piece(now, *where, ledgers, records, dots, outputs, server_clock=at, also=also)
-
-    def _bare(
-        self,
-        records: bytes = b"",
-        elsewhere: list[tuple[str, str, str, str, Dot]] | None = None,
-    ) -> Piece:
-        """Returns a piece without bookings."""
-        mirror = self._mirror
-        now = trio.current_time()
-        at = now + self._server_s
-        where = mirror.position, mirror.own
-        return Piece(now, *where, {}, records, [], [], elsewhere or [], server_clock=at)
-
-
-def _flat(name: Name) -> tuple[str, str, str, str]:
-    return name.face.value, *name.key, name.request_id
+        return Piece(now, progress.position, progress.own, server_clock=at)
 
 
 async def read_head(client: Client, keys: Keys, writer: str) -> ViewHead | None:

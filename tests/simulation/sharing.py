@@ -1,0 +1,307 @@
+"""Replicas that share state through a server, in virtual time, without faces' calls."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import trio
+
+from kvd.index.served_models import ServedModels
+from kvd.model import PartitionKey
+from kvd.persistence.journal import SharedUntil
+from kvd.replica_sync.deduplication import Deduplicator
+from kvd.shared_state.booked import BookedHere, Faces
+from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.fleet import KnownFleet
+from kvd.shared_state.keys import Keys
+from kvd.shared_state.mirror import Mirror
+from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.session import Session
+from kvd.shared_state.views import Views
+from kvd.slots.rebooking import Booking, rebook
+from kvd.slots.shared_loads import Ledgers
+from kvd.slots.trackers import SlotTrackers
+from kvd.wire.lifecycle import Face, Outcome
+from kvd_core.ledger.journal import Booked, Journal, read
+from kvd_core.ledger.ledger import ADDED
+from tests.simulation.memory_server import MemoryServer
+from tests.support.registrations import NoRegistrations
+
+KEY = PartitionKey("m", "default")
+RANKS = 3
+REPLICAS = 3
+LEASE_S = 10.0
+
+
+class OneRegistration:
+    """A catalog with one worker."""
+
+    def __init__(self, register: Callable[[], None]) -> None:
+        self.changes = 0
+        self._register = register
+
+    async def sync(self, *_: object) -> None:
+        if not self.changes:
+            await trio.sleep(0.01)
+            self._register()
+            self.changes = 1
+
+
+class Replica:
+    """One process: its tracker, and its sessions with the server."""
+
+    def __init__(
+        self,
+        server: MemoryServer,
+        name: str,
+        room: int = 1 << 20,
+        *,
+        restored: int = 0,
+        registers: bool = False,
+        before: Replica | None = None,
+    ) -> None:
+        """Begins with `restored` requests, or with those of the process `before`.
+
+        `registers`: the catalog registers its worker.
+        """
+        self.name = name
+        self.server = server
+        journal = self.journal = Journal(room)
+        self.deduplicator = Deduplicator(journal, trio.current_time)
+        self.deduplicator.pause()
+        ledgers = Ledgers(journals=[journal])
+        self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
+        if not registers:
+            self.register()
+        faces: Faces = {Face.SLOT_TRACKER: self.slots}
+        here = BookedHere(faces, None, journal, trio.current_time)
+        self.mirror = Mirror(name, here, self.deduplicator, lambda key: True, trio.current_time)
+        self.outbox = Outbox(journal, self.mirror, ledgers, faces)
+        self._at_rest = trio.Lock()
+        self.views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
+        self.shared = SharedUntil(None)
+        self.standing = KnownFleet(ServedModels())
+        self._catalog = (
+            OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
+        )
+        self._scope = trio.CancelScope()
+        for number in range(restored):
+            self.book(f"old{number}", 0, list(range(128)))
+        if before is not None:
+            self._restore(before)
+        self.mirror.note_restored()
+        self.deduplicator.resume()
+        self.outbox.introduce()
+
+    def register(self) -> None:
+        self.slots.register(KEY, 1, 4, 0, RANKS)
+
+    def _restore(self, before: Replica) -> None:
+        """Books the live requests of another process, as a state directory restores them."""
+        self.shared.last = before.shared.last
+        self.standing.note_restored(self.shared.last)
+        records, after = Journal(1 << 20), 0
+        while after is not None:
+            after = before.tracker.ledger.export(records, after, 1 << 20)
+        for booked in read(records.take()):
+            assert isinstance(booked, Booked)
+            booking = Booking.of(booked)
+            outcome = rebook(self.slots, KEY, 4, booking, booked.admitted_at)
+            assert outcome is Outcome.APPLIED
+
+    async def run(self) -> None:
+        with trio.CancelScope() as self._scope:
+            while True:
+                session = Session(
+                    self.server,  # type: ignore[arg-type]
+                    Keys("kvd"),
+                    self.mirror,
+                    self.outbox,
+                    self.views,
+                    self._catalog,
+                    self._at_rest,
+                    self.standing,
+                    self.shared.note,
+                    self.name,
+                    None,
+                    [],
+                    LEASE_S,
+                )
+                try:
+                    await session.run(lambda: None, trio.Event())
+                except* OSError:
+                    await trio.sleep(0.2)
+
+    def kill(self) -> None:
+        self._scope.cancel()
+
+    @property
+    def tracker(self) -> Any:
+        return self.slots.trackers[KEY]
+
+    def book(self, request_id: str, rank: int, hashes: list[int]) -> None:
+        content = array("Q", hashes).tobytes()
+        tracker = self.tracker
+        at = trio.current_time()
+        number = tracker.ledger.rank_of(1, rank)
+        assert tracker.ledger.add(request_id, number, content, 4 * len(hashes), at) == ADDED
+
+    def live(self, names: list[str]) -> dict[str, tuple[int, int, bool, int]]:
+        """Returns, by id, each booked request's rank, blocks, whether it decodes, output blocks."""
+        found = {}
+        for name in names:
+            live = self.tracker.ledger.request(name)
+            if live is not None:
+                state = live.dp_rank, live.blocks, live.prefill_complete, live.output_blocks
+                found[name] = state
+        return found
+
+
+class SharingWorld:
+    """The server, the replicas, and the truth."""
+
+    def __init__(self, seed: int, nursery: trio.Nursery) -> None:
+        self.random = Random(seed)
+        self.server = MemoryServer(self.random.choice([5, 20, 1000]))
+        self._nursery = nursery
+        self._started = 0
+        self._room = self.random.choice([600, 1 << 20])
+        self.is_lossy = False  # bookings may be lost for good
+        self.may_revive = False  # what has ended may come back
+        self.booked: list[str] = []
+        self.live: dict[str, tuple[int, int, bool, int]] = {}
+        self.replicas = [self.start() for _ in range(REPLICAS)]
+
+    def start(self, before: Replica | None = None) -> Replica:
+        self._started += 1
+        replica = Replica(self.server, f"w{self._started}", self._room, before=before)
+        self._nursery.start_soon(replica.run)
+        return replica
+
+    async def act(self) -> None:
+        random = self.random
+        await trio.sleep(random.choice([0, 0, 0.003, 0.05, 1.5]))
+        what = random.random()
+        if what < 0.45:
+            self.book()
+        elif what < 0.85:
+            self.go_on()
+        elif what < 0.88:
+            self.server.freeze()
+        elif what < 0.94:
+            self.server.thaw()
+            self.server.is_gone = False
+        elif what < 0.96:
+            self.server.is_gone = True
+        elif what < 0.97:
+            self.server.flush()
+        elif what < 0.98:
+            self.server.lose(random.randrange(6))
+        elif what < 0.985:
+            self.server.entries.clear()
+        else:
+            self.kill()
+
+    def book(self) -> None:
+        random = self.random
+        name = f"r{len(self.booked)}"
+        rank, blocks = random.randrange(RANKS), random.randrange(1, 12)
+        random.choice(self.replicas).book(name, rank, [random.randrange(4) for _ in range(blocks)])
+        self.booked.append(name)
+        self.live[name] = rank, blocks, False, 0
+
+    def go_on(self) -> None:
+        """Has a replica that knows a request advance or end it."""
+        replica = self.random.choice(self.replicas)
+        known = sorted(replica.live(list(self.live)))
+        if not known:
+            return
+        name = self.random.choice(known)
+        rank, blocks, prefilled, outputs = self.live[name]
+        step = self.random.randrange(4)
+        if step == 0:
+            replica.slots.complete(replica.tracker, name)
+            prefilled = True
+        elif step == 1:
+            replica.tracker.ledger.output_block(name)
+            outputs += 1
+        elif step > 1:
+            replica.slots.end(replica.tracker, name)
+            del self.live[name]
+            return
+        self.live[name] = rank, blocks, prefilled, outputs
+
+    def kill(self) -> None:
+        """Kills a replica and starts one instead that is empty, or restores its requests."""
+        number = self.random.randrange(REPLICAS)
+        before = self.replicas[number]
+        before.kill()
+        kept = self.random.choice([None, before])
+        self.may_revive = True
+        self.is_lossy |= kept is None
+        self.server.breaks_after = self.random.choice([None, self.random.randrange(40)])
+        self.replicas[number] = self.start(kept)
+
+    def agree(self) -> bool:
+        first, *others = (replica.live(self.booked) for replica in self.replicas)
+        if any(each != first for each in others):
+            return False
+        if self.may_revive:
+            return self.is_lossy or self.live.keys() <= first.keys()
+        return first == self.live
+
+    def stretch(self) -> float:
+        """Returns the largest difference between replicas in the age of a request."""
+        live = [
+            [each.tracker.ledger.request(name) for each in self.replicas] for name in self.booked
+        ]
+        times = [[each.admitted_at for each in known] for known in live if all(known)]
+        return max((max(each) - min(each) for each in times), default=0.0)
+
+    def differences(self) -> str:
+        """Returns what the replicas disagree on, and how far each has read the others' entries."""
+        found = [] if self.is_lossy else [("truth", self.live)]
+        found += [(each.name, each.live(self.booked)) for each in self.replicas]
+        lines = [
+            f"{name}: {[(who, live.get(name)) for who, live in found]}"
+            for name in self.booked
+            if len({str(live.get(name)) for _, live in found}) > 1
+        ]
+        for each in self.replicas:
+            mirror, progress = each.mirror, each.mirror.progress
+            lines.append(
+                f"{each.name}: own {progress.own} told {each.outbox.shared_number} "
+                f"numbers {progress.numbers} behind {progress.behind} dots "
+                f"{[(name.request_id, *known.dot) for name, known in mirror.requests.items()]} "
+                f"{mirror.stats}"
+            )
+        return "\n".join(lines)
+
+
+class Scene:
+    """Replicas on a server that keeps every entry; a test may set another one at its begin."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.server: Any = MemoryServer(1000)
+
+    def make(self, *names: str, **options: Any) -> list[Replica]:
+        """Makes replicas that have no session."""
+        return [Replica(self.server, name, **options) for name in names]
+
+    def start(self, *names: str, **options: Any) -> list[Replica]:
+        """Makes replicas with sessions."""
+        made = self.make(*names, **options)
+        self.run(*made)
+        return made
+
+    def run(self, *replicas: Replica) -> None:
+        for each in replicas:
+            self.nursery.start_soon(each.run)
+
+
+def count(replica: Replica, prefix: str, names: int) -> int:
+    return len(replica.live([f"{prefix}{number}" for number in range(names)]))
