@@ -19,7 +19,8 @@ new or gone.
 3. A step belongs to one booking, named by its dot, or by another one: a restored request that no
    view describes, as after the server was emptied, gets a dot at each process. A step that arrives
    before its booking is held for a while. Who ends such a request, or learns of its end by one
-   dot, ends each other dot by a step of its own, since others may know it by that one alone.
+   dot, ends each other dot by a step of its own, since others may know it by that one alone. So
+   does a process whose own end of a request became no step, because there was no room for it.
 4. A step counts for a request unless the request's description includes it already. A view includes
    its writer's own steps up to the last one, and the steps of others up to the position at which
    the writer had read the stream.
@@ -188,15 +189,30 @@ class Mirror:
 
     # ---- keeping
 
+    def end_lost(self) -> Iterator[None]:
+        """Ends requests that have ended here without a step of ours, and tells the others.
+
+        The step was lost, since there was no room for it, or only replica sync told of the end.
+        """
+        for number, (name, known) in enumerate(list(self.requests.items()), 1):
+            is_lost = known.waiting is None and not self.here.is_booked(known.face, name)
+            if is_lost and self.requests.get(name) is known:
+                self.here.quietly(self.end, name, ())
+            if number % SLICE == 0:
+                yield
+
     def prune(self) -> Iterator[None]:
-        """Forgets requests that are no longer booked here or have waited too long for a rank."""
+        """Ends requests that are no longer booked here; forgets what is too old."""
         now = self.clock()
         if now - self._began_at > self.here.expiry_s:
             self._from_before.clear()
+        yield from self.end_lost()
         writers: set[str] = set()
         for number, (name, known) in enumerate(list(self.requests.items()), 1):
             writers.add(known.dot.writer)
-            if not self._lives(name, known, now) and self.requests.get(name) is known:
+            waiting = known.waiting
+            is_old = waiting is not None and waiting.booked_at < now - self.here.expiry_s
+            if is_old and self.requests.get(name) is known:
                 self._forget(name)
             if number % SLICE == 0:
                 yield
@@ -208,11 +224,6 @@ class Mirror:
                 yield
             if not self.here.is_booked_anywhere(key, request_id):
                 self._deduplicator.requests.discard((key, request_id))
-
-    def _lives(self, name: Name, known: Known, now: float) -> bool:
-        if known.waiting is None:
-            return self.here.is_booked(known.face, name)
-        return known.waiting.booked_at >= now - self.here.expiry_s
 
     def rebook_waiting(self) -> Iterator[None]:
         """Books the waiting requests whose rank is registered by now."""

@@ -251,9 +251,10 @@ class Session:
     async def _write_view(self) -> None:
         fleet = self._fleet
         holes = self._outbox.holes if fleet.has_settled else fleet.described_holes
-        if self._outbox.holes and fleet.has_settled:
+        if holes != fleet.described_holes:
             async with self._at_rest:
                 await self._outbox.go_through(self._mirror.claim())
+                await self._outbox.go_through(self._mirror.end_lost())
         self._viewed_at = trio.current_time()
         self._viewed_numbers = self._progress.all_numbers()
         self._viewed_entries = fleet.stats.entries_read

@@ -137,6 +137,26 @@ async def test_an_end_by_one_dot_ends_a_request_that_is_known_by_another(
     assert [count(each, "r", 1) for each in (one, two, other)] == [0, 0, 0]
 
 
+async def test_an_end_without_room_is_told_by_dots_that_are_read_of_later(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """Another process has restored the request, and the first view since is already written."""
+    [ender] = scene.make("ender", room=600)
+    ender.book("r0", 0, [1])
+    await ender.outbox.drain()
+    [back] = scene.make("back", before=ender)
+    assert not any(back.mirror.claim())
+    while ender.journal.put(ord("X"), b""):
+        pass
+    ender.slots.end(ender.tracker, "r0")
+    await read_view(back, ender)
+    await read_view(ender, back)
+    assert (ender.outbox.holes, count(ender, "r", 1), count(back, "r", 1)) == (1, 0, 1)
+    assert not any(ender.mirror.prune())
+    await take_all(back, ender)
+    assert count(back, "r", 1) == 0
+
+
 async def test_who_learns_of_an_end_by_one_dot_tells_it_by_the_others(
     scene: Scene, autojump_clock: MockClock
 ) -> None:

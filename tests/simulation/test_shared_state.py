@@ -34,8 +34,9 @@ STEPS = 60
 CALM_S = 120.0  # virtual time within which all must agree
 
 
-# In the last two, requests that a process restores after the server was emptied end elsewhere.
-@pytest.mark.parametrize("seed", sorted({*range(scaled(4)), 5, 38}))
+# In 5 and 38, requests that a process restores after the server was emptied end elsewhere; in 12215
+# the journal has no room for the end.
+@pytest.mark.parametrize("seed", sorted({*range(scaled(4)), 5, 38, 12215}))
 def test_replicas_come_to_agree(seed: int) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
