@@ -6,9 +6,10 @@
 The agreed rows are those that were the same here and in the catalog after the last comparison. A
 row that differs from them here was changed here and is written to the catalog. A row that differs
 in the catalog was changed by another process and is applied here. A removal stays in the catalog
-for GONE_S, so that processes that were away for less time learn of it. If the server was emptied,
-the lost rows stay agreed and are written again, but never over a row that another process has
-written since: otherwise a worker that was removed meanwhile would come back.
+for GONE_S, so that processes that were away for less time learn of it. A row is later than the one
+that it replaces. So if the server was emptied or has come back with an old copy, the lost rows stay
+agreed and are written again, but never over a row that another process has written since: otherwise
+a worker that was removed meanwhile would come back.
 
 Router settings that calls have made for models (thresholds, modes, policies) are in the table
 ROUTER_SETTINGS, with one row for each setting. The settings and the fleet file of this process win
@@ -32,11 +33,12 @@ from kvd.fleet_file.parse import TABLES
 from kvd.persistence.registrations import SLICE, Registrations, wanted_of
 from kvd.shared_state.entries import FORM, Unreadable, moment_of, understanding, unpacked
 from kvd.shared_state.keys import Keys
-from kvd.shared_state.server import Client, time_of, write_rows
+from kvd.shared_state.server import Client, time_of, write_rows, write_rows_again
 from kvd.telemetry.logs import get_logger
 
 GONE_S = 86_400.0  # time that a removal is kept for processes that were away
 WRITTEN_AT_ONCE = 64  # rows that one command writes
+TICK_S = 0.001  # how much later than the row before it a row is at least
 
 # The table of router settings; its keys are a model, a tenant and a setting's name.
 ROUTER_SETTINGS = "said"
@@ -58,24 +60,24 @@ class CatalogRow:
     table: str
     members: str  # JSON with sorted keys; empty if the registration was removed
     mark: str  # see kvd.persistence.registrations
-    gone_at: float  # when it was removed, by the server's clock; 0 if it was not
+    at: float = 0.0  # when it was written, by the server's clock; later than the row before it
     known: object = None  # stands for the registration here (see RegistrationTarget)
 
     def packed(self) -> bytes:
-        content: bytes = msgpack.packb([FORM, self.table, self.members, self.mark, self.gone_at])
+        content: bytes = msgpack.packb([FORM, self.table, self.members, self.mark, self.at])
         return content
 
     @classmethod
     def read(cls, content: bytes) -> CatalogRow | None:
         """Returns a row, None if its form is not known here; raises Unreadable."""
         with understanding("a registration"):
-            form, table, members, mark, gone_at = unpacked(content)
+            form, table, members, mark, at = unpacked(content)
             if form != FORM:
                 return None
-            return cls(str(table), str(members), str(mark), moment_of(gone_at))
+            return cls(str(table), str(members), str(mark), moment_of(at))
 
     def is_like(self, other: CatalogRow | None) -> bool:
-        """Returns whether two rows say the same; the time of a removal does not matter."""
+        """Returns whether two rows say the same, whenever they were written."""
         return other is not None and (self.members, self.mark) == (other.members, other.mark)
 
 
@@ -104,7 +106,8 @@ class Catalog:
         self._covered: set[Field] = set()  # rows of others that our fleet file has set here
         self._restored: set[Field] = set()  # registrations from the state directory, until agreed
         self._unread: set[Field] = set()  # fields of the catalog that cannot be read here
-        self._lost: set[Field] = set()  # agreed rows that the server has lost
+        # Agreed rows that the server has lost, and the older ones that it has instead, if any.
+        self._lost: dict[Field, CatalogRow | None] = {}
         self._changes: int | None = None  # the registrations' `changes` at the last comparison
         self._seen: bytes | None = None  # the name of the catalog's last change at that time
 
@@ -140,13 +143,13 @@ class Catalog:
             self._registrations.rows(), 1
         ):
             if table != "replica":
-                row = CatalogRow(table, json.dumps(members, sort_keys=True), mark, 0.0, known)
+                row = CatalogRow(table, json.dumps(members, sort_keys=True), mark, known=known)
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         for tuning_key, changes in self._registrations.router_settings():
             for name, value in changes.items():
-                row = CatalogRow(ROUTER_SETTINGS, json.dumps({name: value}), "", 0.0)
+                row = CatalogRow(ROUTER_SETTINGS, json.dumps({name: value}), "")
                 found[f"{ROUTER_SETTINGS} {json.dumps([*tuning_key, name])}"] = row
         return found
 
@@ -172,21 +175,23 @@ class Catalog:
     async def _take(self, there: dict[Field, CatalogRow]) -> None:
         """Applies what other processes have changed since the last comparison."""
         here = await self._here()
+        lost: dict[Field, CatalogRow | None] = {}
         for number, (field, row) in enumerate(there.items(), 1):
-            mine = here.get(field)
-            is_changed = not row.is_like(self._agreed.get(field)) or field in self._failed
+            mine, agreed = here.get(field), self._agreed.get(field)
+            is_changed = not row.is_like(agreed) or field in self._failed
             changed_here = (
-                mine is not None
-                and field not in self._restored
-                and not mine.is_like(self._agreed.get(field))
+                mine is not None and field not in self._restored and not mine.is_like(agreed)
             )
-            if is_changed and not changed_here:
+            if agreed is not None and row.at < agreed.at and not row.is_like(agreed):
+                lost[field] = row
+            elif is_changed and not changed_here:
                 await self._apply_row(field, mine, row)
             elif not is_changed:
                 self._agreed[field] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        self._lost = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
+        missing = self._agreed.keys() - there.keys() - self._unread  # the server was emptied
+        self._lost = lost | dict.fromkeys(missing)
         if self._lost:
             self._changes = None  # `_write` must compare all registrations again
 
@@ -280,19 +285,22 @@ class Catalog:
         for field, row in list(self._agreed.items()):
             is_apart = field in self._failed or field in self._covered
             if row.members and field not in here and not is_apart:
-                changed[field] = CatalogRow(row.table, "", "", now)
-            elif not row.members and row.gone_at < now - GONE_S:
+                changed[field] = CatalogRow(row.table, "", "")
+            elif not row.members and row.at < now - GONE_S:
                 del self._agreed[field]
-                self._lost.discard(field)
+                self._lost.pop(field, None)
                 await client.hdel(keys.catalog, [field])
-        written = {field: changed[field] for field in list(changed)[:MAX_ROWS]}
-        lost = list(self._lost - written.keys())
+        written = {
+            field: replace(changed[field], known=None, at=self._after(field, now))
+            for field in list(changed)[:MAX_ROWS]
+        }
+        lost = list(self._lost.keys() - written.keys())
         for at in range(0, len(lost), WRITTEN_AT_ONCE):
-            some = lost[at : at + WRITTEN_AT_ONCE]
-            missing = {name: self._agreed[name].packed() for name in some}
-            if not await write(write_rows(client, keys, missing, only_missing=True)):
+            rows = {name: self._agreed[name].packed() for name in lost[at : at + WRITTEN_AT_ONCE]}
+            instead = {name: old.packed() for name in rows if (old := self._lost[name]) is not None}
+            if not await write(write_rows_again(client, keys, rows, instead)):
                 return False
-            self.stats.written += len(missing)
+            self.stats.written += len(rows)
         names = list(written)
         for at in range(0, len(names), WRITTEN_AT_ONCE):
             some = names[at : at + WRITTEN_AT_ONCE]
@@ -300,10 +308,15 @@ class Catalog:
             if not await write(write_rows(client, keys, rows)):
                 return False
             # Not with the last row: others may change these before the next ones are accepted.
-            self._agreed |= {name: replace(written[name], known=None) for name in some}
+            self._agreed |= {name: written[name] for name in some}
             self.stats.written += len(rows)
         self._lost.clear()
         return len(written) == len(changed)
+
+    def _after(self, field: Field, now: float) -> float:
+        """Returns the time of a row that replaces the agreed one, whatever the clock says."""
+        agreed = self._agreed.get(field)
+        return now if agreed is None else max(now, agreed.at + TICK_S)
 
 
 def _field(table: str, wanted: Any) -> Field:

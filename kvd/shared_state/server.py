@@ -35,9 +35,19 @@ ANSWER = 0.3  # leases that the server may take to answer; more than NEWS, its w
 # Difference from which the server's clock counts as set anew: ages are off by less until then.
 CLOCK_STEP_S = 0.5
 
+# Both write the name of a change, and rows by pairs of a field and its value. The second script
+# expects a value before each of them, "" for none, and leaves out a row with another one.
 WRITE_ROWS = """
-for i = 3, #ARGV, 2 do redis.call(ARGV[1], KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('SET', KEYS[2], ARGV[2])
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[2], ARGV[1])
+"""
+WRITE_ROWS_AGAIN = """
+for i = 2, #ARGV, 3 do
+  if (redis.call('HGET', KEYS[1], ARGV[i]) or '') == ARGV[i + 1] then
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 2])
+  end
+end
+redis.call('SET', KEYS[2], ARGV[1])
 """
 
 
@@ -135,16 +145,24 @@ class ServerClock:
         return min(trio.current_time(), moment - self.ahead_s)
 
 
-async def write_rows(
-    client: Client, keys: Keys, rows: Mapping[str, bytes], *, only_missing: bool = False
-) -> None:
+async def write_rows(client: Client, keys: Keys, rows: Mapping[str, bytes]) -> None:
     """Writes rows of the catalog and notes its change, or does neither.
 
-    If `only_missing`, rows that are there stay as they are. It runs a script, so that no other
-    process changes rows that it has seen before their writer knows that they are written. Raises
-    what the client raises.
+    It runs a script, so that no other process changes rows that it has seen before their writer
+    knows that they are written. Raises what the client raises.
     """
-    command = "HSETNX" if only_missing else "HSET"
     members = [part for row in rows.items() for part in row]
     names = [keys.catalog, keys.catalog_changes]
-    await client.eval(WRITE_ROWS, names, [command, token_hex(8), *members])
+    await client.eval(WRITE_ROWS, names, [token_hex(8), *members])
+
+
+async def write_rows_again(
+    client: Client, keys: Keys, rows: Mapping[str, bytes], instead: Mapping[str, bytes]
+) -> None:
+    """Does what `write_rows` does, but for rows that another process has written meanwhile.
+
+    `instead` has what is there instead of a row; nothing if the row is missing.
+    """
+    members = [part for name, row in rows.items() for part in (name, instead.get(name, b""), row)]
+    names = [keys.catalog, keys.catalog_changes]
+    await client.eval(WRITE_ROWS_AGAIN, names, [token_hex(8), *members])

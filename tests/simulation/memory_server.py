@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from kvd.shared_state.server import WRITE_ROWS
+from kvd.shared_state.server import WRITE_ROWS, WRITE_ROWS_AGAIN
 
 PATIENCE_S = 3.0  # time for which a client waits for an answer
 
@@ -87,12 +87,15 @@ class MemoryServer:
 
     async def eval(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
         await self._enter()
-        if script == WRITE_ROWS:
-            command, change, *members = arguments
+        if script in (WRITE_ROWS, WRITE_ROWS_AGAIN):
+            change, *members = arguments
             found = self.values.setdefault(keys[0], {})
-            for name, value in zip(members[::2], members[1::2], strict=True):
-                if command == "HSET" or _bytes(name) not in found:
-                    found[_bytes(name)] = value
+            if script == WRITE_ROWS:
+                found.update(zip(map(_bytes, members[::2]), members[1::2], strict=True))
+            else:
+                for name, expected, value in zip(*(members[n::3] for n in range(3)), strict=True):
+                    if found.get(_bytes(name), b"") == expected:
+                        found[_bytes(name)] = value
             self.values[keys[1]] = _bytes(change)
             return None
         assert script == "return redis.call('TIME')"

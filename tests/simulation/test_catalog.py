@@ -1,14 +1,15 @@
 """Registrations that replicas share, beside fleet files and over a server that fails.
 
 One replica after the other is called, restarted, given another fleet file, or cut off while it
-compares; the server is emptied. Once all have compared, each has what calls have registered by a
-plain model, and what its own file has.
+compares; the server is emptied, or goes back to an old copy. Once all have compared, each has what
+calls have registered by a plain model, and what its own file has.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Coroutine
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -257,13 +258,14 @@ async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> 
 
 async def run(folder: Path, seed: int) -> None:
     random, server, model = Random(seed), MemoryServer(9), Registered()
+    before: dict[str, Any] = {}  # what the server had at some time
     replicas = [Replica(folder / str(number)) for number in range(REPLICAS)]
     for step in range(STEPS):
         at = random.randrange(REPLICAS)
         replica, table, number = replicas[at], random.choice(WORKERS), random.randrange(3)
         size = random.randrange(1, 3)
         row, is_in_file = row_of(table, number, size), replica.has_in_file(table, number)
-        match random.randrange(7):
+        match random.randrange(9):
             case 0 | 1 | 2 if (table, number) not in replica.workers():
                 await replica.add(table, row)
                 model[table, number] = size
@@ -280,6 +282,10 @@ async def run(folder: Path, seed: int) -> None:
                 replica = replicas[at] = Replica(replica.path)
                 if replica.path.exists():
                     await replica.fleet.read()
+            case 7:
+                before = deepcopy(server.values)
+            case 8:
+                server.values = deepcopy(before)
         with trio.move_on_after(random.uniform(0, 0.002)):
             await random.choice(replicas).sync(server)
         await settle(server, replica, *random.sample(replicas, REPLICAS))

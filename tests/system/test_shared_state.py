@@ -580,6 +580,23 @@ def test_a_removal_right_after_the_server_was_emptied_stays(
     wait(lambda: all(fleet.workers(kvd) == (WORKERS - 1, 1) for kvd in fleet.kvds))
 
 
+def test_an_old_copy_of_the_data_brings_no_removed_worker_back(tmp_path: Path) -> None:
+    server = StateServer(tmp_path, "--save", "900 1")
+    try:
+        with fleet_of(tmp_path, server.url, replicas=2) as fleet:
+            one, two = fleet.kvds
+            assert server.ask(b"SAVE").startswith(b"+OK")
+            assert one.client.delete(one.url("selection", "/workers/3")).status_code == 200
+            wait(lambda: _worker_ids(two) == {0, 1, 2})
+            server.kill()
+            server.start()
+            assert one.post("selection", "/workers", worker(9)).status_code == 201
+            wait(lambda: 9 in _worker_ids(two))
+            assert _worker_ids(one) == _worker_ids(two) == {0, 1, 2, 9}
+    finally:
+        server.close()
+
+
 def test_what_is_said_of_a_model_holds_on_all(fleet: Fleet, server: StateServer) -> None:
     one, two, three = fleet.kvds
     paths = "/busy_threshold", "/policy", "/router_mode"
