@@ -184,10 +184,19 @@ class JournalWriter:
                 await self.begin()
 
     async def finish(self) -> None:
-        """Writes the records that wait, and closes the journal."""
+        """Writes the records that wait, and closes the journal.
+
+        A journal that is gone or could not be written, perhaps only until now, is begun anew.
+        """
         await self.flush()
-        with suppress(OSError):  # the process ends, so nothing could be done about it
+        try:
             await self.sync()
+        except OSError as error:
+            self._failed(error)
+        if self._has_failed or self._has_hole():
+            await self.begin()
+            with suppress(OSError):  # the process ends, so nothing could be done about it
+                await self.sync()
         self._close()
 
     async def begin(self) -> None:

@@ -388,6 +388,17 @@ def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
     trio.run(main, clock=trio.testing.MockClock(rate=50))
 
 
+def test_a_journal_that_is_removed_right_before_the_end_is_written_anew(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = await booked_and_written(tmp_path / "state")
+        shutil.rmtree(tmp_path / "state")
+        await process.writer.finish()
+        process.die()
+        assert await has_it(tmp_path / "state")
+
+    trio.run(main)
+
+
 def test_a_journal_stays_until_the_next_has_all(tmp_path: Path) -> None:
     """A sync while the next one is being made leaves the old one in place."""
 
