@@ -123,7 +123,10 @@ class Registrations:
                 await trio.lowlevel.checkpoint()
         if rows:
             made.append(frame(ROWS, packed(rows)))
-        made += [frame(ROUTER_SETTINGS, packed(settings)) for settings in self.router_settings()]
+        for number, settings in enumerate(self.router_settings(), 1):
+            made.append(frame(ROUTER_SETTINGS, packed(settings)))
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
         if peers := self._faces.peers.named():
             made.append(frame(PEERS, packed(peers)))
         return made

@@ -38,6 +38,7 @@ from kvd.telemetry.logs import get_logger
 
 GONE_S = 86_400.0  # time that a removal is kept for processes that were away
 WRITTEN_AT_ONCE = 64  # rows that one command writes
+COMPARED_AT_ONCE = 512  # rows compared between two checkpoints: under 1 ms
 TICK_S = 0.001  # how much later than the row before it a row is at least
 
 # The table of router settings; its keys are a model, a tenant and a setting's name.
@@ -147,10 +148,13 @@ class Catalog:
                 found[_field(table, wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        for tuning_key, changes in self._registrations.router_settings():
+        settings = self._registrations.router_settings()
+        for number, (tuning_key, changes) in enumerate(settings, 1):
             for name, value in changes.items():
                 row = CatalogRow(ROUTER_SETTINGS, json.dumps({name: value}), "")
                 found[f"{ROUTER_SETTINGS} {json.dumps([*tuning_key, name])}"] = row
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
         return found
 
     async def _there(self, client: Client, keys: Keys) -> dict[Field, CatalogRow]:
@@ -279,10 +283,12 @@ class Catalog:
         here = await self._here()
         now = await time_of(client, keys)
         changed: dict[Field, CatalogRow] = {}
-        for field, row in here.items():
+        for number, (field, row) in enumerate(here.items(), 1):
             if not row.is_like(self._agreed.get(field)):
                 changed[field] = row
-        for field, row in list(self._agreed.items()):
+            if number % COMPARED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        for number, (field, row) in enumerate(list(self._agreed.items()), 1):
             is_apart = field in self._failed or field in self._covered
             if row.members and field not in here and not is_apart:
                 changed[field] = CatalogRow(row.table, "", "")
@@ -290,28 +296,29 @@ class Catalog:
                 del self._agreed[field]
                 self._lost.pop(field, None)
                 await client.hdel(keys.catalog, [field])
-        written = {
-            field: replace(changed[field], known=None, at=self._after(field, now))
-            for field in list(changed)[:MAX_ROWS]
-        }
-        lost = list(self._lost.keys() - written.keys())
+            if number % COMPARED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        names = list(changed)[:MAX_ROWS]
+        lost = list(self._lost.keys() - set(names))
         for at in range(0, len(lost), WRITTEN_AT_ONCE):
             rows = {name: self._agreed[name].packed() for name in lost[at : at + WRITTEN_AT_ONCE]}
             instead = {name: old.packed() for name in rows if (old := self._lost[name]) is not None}
             if not await write(write_rows_again(client, keys, rows, instead)):
                 return False
             self.stats.written += len(rows)
-        names = list(written)
         for at in range(0, len(names), WRITTEN_AT_ONCE):
-            some = names[at : at + WRITTEN_AT_ONCE]
-            rows = {name: written[name].packed() for name in some}
+            written = {
+                name: replace(changed[name], known=None, at=self._after(name, now))
+                for name in names[at : at + WRITTEN_AT_ONCE]
+            }
+            rows = {name: row.packed() for name, row in written.items()}
             if not await write(write_rows(client, keys, rows)):
                 return False
             # Not with the last row: others may change these before the next ones are accepted.
-            self._agreed |= {name: written[name] for name in some}
+            self._agreed |= written
             self.stats.written += len(rows)
         self._lost.clear()
-        return len(written) == len(changed)
+        return len(names) == len(changed)
 
     def _after(self, field: Field, now: float) -> float:
         """Returns the time of a row that replaces the agreed one, whatever the clock says."""

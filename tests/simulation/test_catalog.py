@@ -29,7 +29,7 @@ from kvd.fleet_file.targets import (
 )
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
-from kvd.persistence.registrations import Faces, Registrations
+from kvd.persistence.registrations import SLICE, Faces, Registrations
 from kvd.replica_sync.replicas import Replicas
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.keys import Keys
@@ -254,6 +254,26 @@ async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> 
         while replica.publishers.find(wanted.key) is not None:
             await trio.lowlevel.checkpoint()
         assert len(replica.publishers) == 1 and not list(replica.registrations.rows())
+
+
+async def test_others_run_while_many_settings_are_gathered(tmp_path: Path) -> None:
+    replica, turns = Replica(tmp_path / "1"), 0
+    for number in range(3 * SLICE):
+        replica.registrations.replace_settings((f"m{number}", None), {}, {"mode": 0})
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(count_turns)
+        for gather in (replica.registrations.frames, replica.catalog._here):
+            before = turns
+            await gather()
+            assert turns > before + 1
+        nursery.cancel_scope.cancel()
 
 
 async def run(folder: Path, seed: int) -> None:
