@@ -27,7 +27,7 @@ SCRATCH_BYTES = 64 * 1024 * 1024  # records in one slice of an export; one booki
 Faces = Mapping[Face, LiveRequests[Any]]
 
 
-class Place(NamedTuple):
+class Added(NamedTuple):
     """Where a request is booked."""
 
     face: Face
@@ -106,7 +106,7 @@ class BookedHere:
             for face in self._faces.values():
                 face.ease(key)
 
-    def book(self, name: Name, booking: ForeignBooking) -> Place | None:
+    def add(self, name: Name, booking: ForeignBooking) -> Added | None:
         """Books a request on its rank, by its own face if possible; None if there is no rank."""
         for kind in sorted(self._faces, key=lambda kind: kind is not name.face):
             face = self._faces[kind]
@@ -118,9 +118,9 @@ class BookedHere:
                 assert owner is not None
                 add_outputs(owner.ledger, content, 0)
                 face.observe_begin(owner, name.request_id, mirrored=True)
-                return Place(kind, is_new=True)
+                return Added(kind, is_new=True)
             if outcome is Outcome.DUPLICATE:  # it came by replica sync before, or was restored
-                return Place(kind, is_new=False)
+                return Added(kind, is_new=False)
         return None
 
     def _make_way(self, name: Name, booking: ForeignBooking) -> None:

@@ -9,7 +9,7 @@ from kvd.shared_state.entries import Dot, LedgerName, Name, Outputs
 from kvd.shared_state.mirror import SLICE, Mirror
 from kvd.shared_state.pieces import Piece, ViewHead
 from kvd.shared_state.progress import DOTS_AT_ONCE
-from kvd.shared_state.requests import Description, Known, Seen
+from kvd.shared_state.requests import ForeignRequest, Known, Seen
 from kvd_core.ledger.journal import Booked, OtherRecord, read
 
 
@@ -43,7 +43,7 @@ class Merge:
                 if dot is not None and ledger is not None and self._mirror.serves(ledger.key):
                     booking = self._mirror.foreign_booking(ledger.block_size, record, later)
                     seen = Seen(piece.position, self._writer, piece.own)
-                    described = Description(booking, dot, seen, counted)
+                    described = ForeignRequest(booking, dot, seen, counted)
                     here.quietly(self._merge, ledger, record.request_id, described, also)
             if number % SLICE == 0:
                 yield
@@ -57,7 +57,7 @@ class Merge:
         self._ended.update(piece.ended)
 
     def _merge(
-        self, ledger: LedgerName, request_id: str, described: Description, also: list[Dot]
+        self, ledger: LedgerName, request_id: str, described: ForeignRequest, also: list[Dot]
     ) -> None:
         mirror = self._mirror
         name = Name(ledger.face, ledger.key, request_id)

@@ -44,7 +44,7 @@ from kvd.shared_state.booked import BOUND, BookedHere
 from kvd.shared_state.entries import Dot, LedgerName, Name, Outputs, Position, StreamEntry
 from kvd.shared_state.held import HeldSteps
 from kvd.shared_state.progress import Progress
-from kvd.shared_state.requests import Description, ForeignBooking, ForeignStep, Known, Seen
+from kvd.shared_state.requests import ForeignBooking, ForeignRequest, ForeignStep, Known, Seen
 from kvd.slots.rebooking import Booking
 from kvd.wire.lifecycle import Face
 from kvd_core.ledger.journal import (
@@ -232,7 +232,7 @@ class Mirror:
             if booking is not None and self.waiting.get(name) is known:
                 del self.waiting[name]
                 known.waiting = None
-                self.here.quietly(self._book, name, known, booking)
+                self.here.quietly(self._add, name, known, booking)
             if number % SLICE == 0:
                 yield
 
@@ -296,7 +296,7 @@ class Mirror:
             return
         counted = Outputs(dot.writer, dot.number, record.output_blocks)
         booking = self.foreign_booking(block_size, record, later)
-        self.take_booking(name, Description(booking, dot, Seen.at_booking(dot), [counted]))
+        self.take_booking(name, ForeignRequest(booking, dot, Seen.at_booking(dot), [counted]))
         if known is not None:
             self.note_dots(name, known.dots)
 
@@ -388,7 +388,7 @@ class Mirror:
 
     # ---- descriptions of others
 
-    def take_booking(self, name: Name, described: Description) -> None:
+    def take_booking(self, name: Name, described: ForeignRequest) -> None:
         """Takes over a request that is not known here."""
         booking, dot = described.booked, described.dot
         is_old = booking.booked_at < self._began_at and name in self._from_before
@@ -397,7 +397,7 @@ class Mirror:
             self.end_dot(name, dot)
             return
         known = self.requests[name] = Known(dot, described.seen, None)
-        is_new = self._book(name, known, booking)
+        is_new = self._add(name, known, booking)
         by_writer = {each.writer: each for each in described.outputs}
         own = by_writer.pop(self.writer, None)
         if is_new:
@@ -407,13 +407,13 @@ class Mirror:
         if self.held and name in self.requests:
             self._take_held(name, dot, is_new, 0 if own is None else own.number)
 
-    def _book(self, name: Name, known: Known, booking: ForeignBooking) -> bool:
+    def _add(self, name: Name, known: Known, booking: ForeignBooking) -> bool:
         """Books a request on its rank, or lets it wait for one; False if it is booked already."""
-        place = self.here.book(name, booking)
-        if place is not None:
-            known.face = place.face
-            self.stats.bookings += place.is_new
-            return place.is_new
+        added = self.here.add(name, booking)
+        if added is not None:
+            known.face = added.face
+            self.stats.bookings += added.is_new
+            return added.is_new
         if len(self.waiting) >= MAX_WAITING:
             self.stats.left_out += 1
             self.progress.leave_out(known.dot)
@@ -423,7 +423,7 @@ class Mirror:
         self.waiting[name] = known
         return True
 
-    def bring_up(self, name: Name, described: Description) -> None:
+    def bring_up(self, name: Name, described: ForeignRequest) -> None:
         """Updates a known request with the steps that another description has in addition."""
         known = self.requests[name]
         before = known.foreign_outputs

@@ -40,7 +40,7 @@ class ForeignBooking:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ForeignRequest:
     """A live request as another process describes it."""
 
     booked: ForeignBooking
