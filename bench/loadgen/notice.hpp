@@ -31,12 +31,12 @@ class MessageCounter {
       : fd_(connect_to(endpoint.substr(endpoint.rfind('/') + 1))) {
     std::string greeting("\xff\0\0\0\0\0\0\0\0\x7f\3\0NULL", 16);
     greeting.resize(kGreeting);
-    say(greeting);
-    say(std::string("\4\x19\5READY\xbSocket-Type\0\0\0\3SUB", 27));
+    send_bytes(greeting);
+    send_bytes(std::string("\4\x19\5READY\xbSocket-Type\0\0\0\3SUB", 27));
     while (bytes_.size() < kGreeting) receive();
     bytes_.erase(0, kGreeting);
     while (frame_end(0) > bytes_.size()) receive();  // the engine's own READY
-    say(std::string("\0\1\1", 3));                   // subscribes to everything
+    send_bytes(std::string("\0\1\1", 3));            // subscribes to everything
   }
 
   int fd() const { return fd_; }
@@ -56,7 +56,7 @@ class MessageCounter {
  private:
   static constexpr size_t kGreeting = 64;
 
-  void say(const std::string& bytes) {
+  void send_bytes(const std::string& bytes) {
     if (send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL) < 0) fail_errno("greeting an engine");
   }
 
@@ -116,7 +116,7 @@ inline int run_notice(const Options& options) {
   Engines engine(1);  // not before the fork, as libzmq has threads
   const std::string& endpoint = engine.endpoint(0);
   if (write(endpoints[1], endpoint.data(), endpoint.size()) < 0) fail_errno("naming an engine");
-  engine.wait_subscribed();
+  engine.wait_subscribed(1);
   {
     Caller server("127.0.0.1:" + std::to_string(ntohs(address.sin_port)));
     const std::string event(80, 'e');  // as long as one of a single block
