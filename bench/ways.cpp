@@ -408,42 +408,43 @@ class Front {
     Merge& merge = merges_[message_[0]];
     merge.rows.insert(merge.rows.end(), message_.begin() + 1, message_.end());
     if (++merge.answers < kThreads) return;
-    render(merge.rows);
+    reinterpret_cast<Connection*>(message_[0])->reply(render(merge.rows));
     merge = Merge();
-    reinterpret_cast<Connection*>(message_[0])->reply(text_);
   }
 
   // As kvd::Answer does it, for workers of one rank that hold no block without those before it.
-  void render(const Words& rows) {
-    std::string scores, instances;
-    std::vector<uint64_t> holders;
+  std::string_view render(const Words& rows) {
+    const auto tokens = [&rows](size_t at) { return rows[at] * kBlockSize; };
+    Words holders;  // of each block
     for (size_t i = 0; i < rows.size(); i += kRow) {
-      char text[256];
-      const auto tokens = [&](size_t at) { return rows[i + at] * kBlockSize; };
-      std::snprintf(text, sizeof text, "%s\"%lu\":{\"0\":%lu}", i ? "," : "", rows[i], tokens(1));
-      scores += text;
-      std::snprintf(text, sizeof text,
-                    "%s\"%lu\":{\"longest_matched\":%lu,\"gpu\":%lu,\"dp\":{\"0\":%lu},"
-                    "\"cpu\":%lu,\"disk\":%lu}",
-                    i ? "," : "", rows[i], tokens(3), tokens(1), tokens(1), tokens(2), tokens(3));
-      instances += text;
-      if (holders.size() < rows[i + 1]) holders.resize(rows[i + 1]);
-      for (uint64_t block = 0; block < rows[i + 1]; block++) holders[block]++;
+      const uint64_t depth = rows[i + 1];
+      if (holders.size() < depth) holders.resize(depth);
+      if (depth) holders[depth - 1]++;
     }
-    text_ = "{\"scores\":{" + scores + "},\"frequencies\":[";
-    const size_t before = text_.size();
-    text_.resize(before + holders.size() * (kvd::kMaxDigits + 1));
-    char* to = text_.data() + before;
-    for (const uint64_t count : holders) *(to = kvd::put(to, count))++ = ',';
-    text_.resize(size_t(to - text_.data()) - !holders.empty());
-    text_ += "],\"instances\":{" + instances + "}}";
+    for (size_t at = holders.size(); at > 1; at--) holders[at - 2] += holders[at - 1];
+    const size_t room = 64 + rows.size() * 64 + holders.size() * (kvd::kMaxDigits + 1);
+    if (memory_.size() < room) memory_.resize(room);
+    char* to = memory_.data();
+    const auto put = [&to](auto... pieces) { ((to = kvd::put(to, pieces)), ...); };
+    put("{\"scores\":{");
+    for (size_t i = 0; i < rows.size(); i += kRow)
+      put(i ? ",\"" : "\"", rows[i], "\":{\"0\":", tokens(i + 1), "}");
+    put("},\"frequencies\":[");
+    for (size_t block = 0; block < holders.size(); block++) put(block ? "," : "", holders[block]);
+    put("],\"instances\":{");
+    for (size_t i = 0; i < rows.size(); i += kRow)
+      put(i ? ",\"" : "\"", rows[i], "\":{\"longest_matched\":", tokens(i + 3),
+          ",\"gpu\":", tokens(i + 1), ",\"dp\":{\"0\":", tokens(i + 1), "},\"cpu\":", tokens(i + 2),
+          ",\"disk\":", tokens(i + 3), "}");
+    put("}}");
+    return {memory_.data(), size_t(to - memory_.data())};
   }
 
   std::vector<std::unique_ptr<Shard>> shards_;
   std::vector<std::unique_ptr<Link>> links_;
   std::unordered_map<uint64_t, Merge> merges_;
   Words message_;
-  std::string text_;
+  std::string memory_;  // of the answer
 };
 
 // ---- the ways
