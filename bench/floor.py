@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import machine
+from errors import BenchError
 from generator import Generator, Result, build
-from machine import describe
 from servers import Contender, running
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +60,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     kvbench = build(LOGS)
     generator = Generator(kvbench)
-    print(describe(), "| answers | CPU us | p50 us | p99 us |\n|---|---|---|---|", sep="\n\n")
+    print(machine.describe(), machine.commit(HERE), sep="; ", end="\n\n")
+    print("| answers | CPU us | p50 us | p99 us |\n|---|---|---|---|")
     for contender in [
         *(echo(kvbench, state) for state in AWAKE),
         *(kvd("slot-tracker", state) for state in AWAKE),
@@ -74,4 +76,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BenchError as error:
+        sys.exit(f"floor.py: {error}")

@@ -494,18 +494,19 @@ def main() -> None:
         peer = Contender("peer", (options.peer_python, "-m", "dynamo.indexer"), logs)
         benches.append(replace(benches[0], contender=peer))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("tails.py: terminated"))
-    print(f"{machine.describe()}; load average {os.getloadavg()[0]:.1f} before\n")
+    print(machine.describe(), machine.commit(HERE), sep="; ", end="; ")
+    print(f"load average {os.getloadavg()[0]:.1f} before\n")
     print("| case | p50 µs | p99 µs | p99.9 µs | longest µs | stretches > 1 ms | > 5 ms |", end="")
     print(" longest stretches, ms |\n|---|---|---|---|---|---|---|---|")
     other = machine.OtherLoad()
-    try:
-        for name in options.cases or CASES:
-            for bench in benches[: 1 + (name in OF_PEER)]:
-                CASES[name](bench)
-    except BenchError as error:
-        sys.exit(f"tails.py: {error}")
+    for name in options.cases or CASES:
+        for bench in benches[: 1 + (name in OF_PEER)]:
+            CASES[name](bench)
     print(f"\nOther processes used {other.cores():.2f} cores.")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BenchError as error:
+        sys.exit(f"tails.py: {error}")
