@@ -169,6 +169,7 @@ def events(bench: Bench, streams: int) -> None:
     with bench.filled(streams) as (server, hold):
         asked = bench.load(streams)
         bench.measure(f"{streams} streams, no events", server, asked, nothing)
+        hold.ask(f"churn {max(RATES)} 0.5 {EVENT_BLOCKS}")  # from now on as much is removed
         for rate in RATES:
             order = f"churn {rate} {bench.seconds / 2:g} {EVENT_BLOCKS}"
             reached: list[float] = []
