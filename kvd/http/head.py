@@ -166,17 +166,17 @@ class HeadParser:
         except httptools.HttpParserUpgrade:
             pass  # An upgrade is an offer; we decline it by answering in HTTP/1.1.
         except httptools.HttpParserError as error:
-            raise self._silenced(Refusal(400, f"malformed request: {error}")) from None
+            raise self.silenced(Refusal(400, f"malformed request: {error}")) from None
 
     def finish(self, limits: HttpLimits) -> Head:
         """Returns the head; raises Refusal if it is over a limit or not acceptable."""
         try:
             self._head.finish(self._parser, limits)
         except Refusal as refusal:
-            raise self._silenced(refusal) from None
+            raise self.silenced(refusal) from None
         return self._head
 
-    def _silenced(self, refusal: Refusal) -> Refusal:
+    def silenced(self, refusal: Refusal) -> Refusal:
         """Returns the refusal, which has no body if the request's method is HEAD."""
         refusal.silent = self._parser.get_method() == b"HEAD"
         return refusal

@@ -24,25 +24,26 @@ async def read_head(transport: Transport) -> Head | None:
 async def _read_in_pieces(transport: Transport, piece: bytes) -> Head | None:
     """Reads a head that has not come whole; refuses it at its first wrong byte."""
     transport.buffer = b""
+    parser = HeadParser()
     try:
         with transport.within(ConnectionPhase.HEAD, transport.shared.limits.head_s):
-            return await _read_pieces(transport, piece)
+            return await _read_pieces(transport, parser, piece)
     except trio.TooSlowError:
-        raise Refusal(408, "the request head took too long") from None
+        raise parser.silenced(Refusal(408, "the request head took too long")) from None
 
 
-async def _read_pieces(transport: Transport, piece: bytes) -> Head | None:
+async def _read_pieces(transport: Transport, parser: HeadParser, piece: bytes) -> Head | None:
     limits = transport.shared.limits
-    parser = HeadParser()
     data = b""
     while piece:
         parsed = len(data)
         data = data + piece if data else piece.lstrip(b"\r\n")  # RFC 9112 §2.2: empty lines
         end = data.find(HEAD_END, max(0, parsed - len(HEAD_END) + 1))
         end = len(data) if end < 0 else end + len(HEAD_END)
+        parser.feed(data[parsed : min(end, limits.head_bytes)])
         if end > limits.head_bytes:
-            raise Refusal(431, f"the request head is longer than {limits.head_bytes} bytes")
-        parser.feed(data[parsed:end])
+            text = f"the request head is longer than {limits.head_bytes} bytes"
+            raise parser.silenced(Refusal(431, text))
         if data.endswith(HEAD_END, 0, end):
             transport.buffer = data[end:]
             return parser.finish(limits)

@@ -249,6 +249,18 @@ async def test_a_slow_head_is_refused_at_its_deadline() -> None:
         await _check_alive(running)
 
 
+@pytest.mark.parametrize(("rest", "status"), [(b"", 408), (b"a: " + b"x" * 20_000, 431)])
+async def test_a_head_request_is_refused_without_a_body_before_its_head_is_whole(
+    rest: bytes, status: int
+) -> None:
+    async with serving() as running, running.client() as client:
+        await client.request("GET", "/health")  # a handshake has the same deadline
+        running.front.set_limits(HASTY)
+        await client.send(b"HEAD /health HTTP/1.1\r\n" + rest)
+        assert (await client.read_reply(bodiless=True)).status == status
+        assert await client.read_to_end() == b""
+
+
 async def _drip(client: Client) -> None:
     while True:
         await client.send(b"a: b\r\n")
