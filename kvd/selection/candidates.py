@@ -85,8 +85,8 @@ class Candidates:
         """Removes a worker: its ranks cannot be chosen any more."""
         self.workers.pop(record.worker_id, None)
         self._made.pop(record.worker_id, None)
-        for rank in [each for each in self.absent if each[0] == record.worker_id]:
-            del self.absent[rank]
+        for dp_rank in record.ranks:
+            self.absent.pop((record.worker_id, dp_rank), None)
         self.changed()
 
     def changed(self, silent: int | None = None) -> None:

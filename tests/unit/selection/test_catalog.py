@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -22,6 +22,7 @@ from kvd.faces.selection.records import rows
 from kvd.faces.selection.workers import listed
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.admission import CHECKED_AT_ONCE, ENDPOINTS_AT_ONCE
+from kvd.selection.candidates import Absence
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.stats import SelectionOutcome, Unserved
@@ -195,6 +196,22 @@ async def test_a_new_pool_has_the_ranks_of_the_former_one() -> None:
     assert [each.worker_id for each in after] == [1, 1, 2, 3]
     assert all(each in map(id, after) for each in map(id, before))  # the very same objects
     service.check()
+
+
+class Unsearched(dict[tuple[int, int], Absence]):
+    """Absent ranks, of which there may be ten thousands: nobody may go through all of them."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        raise AssertionError
+
+
+async def test_a_worker_that_leaves_is_not_searched_for_among_all_absent_ranks() -> None:
+    service = await ready(worker(1, data_parallel_size=2), worker(3))
+    absence = Absence(0.0, heard=True, reachable=False)
+    candidates = service.candidates()
+    candidates.absent = Unsearched(dict.fromkeys([(1, 0), (1, 1), (3, 0)], absence))
+    await service.selections.workers.delete(1)
+    assert candidates.absent == {(3, 0): absence}
 
 
 async def test_many_endpoints_are_checked_in_slices(nursery: trio.Nursery) -> None:
