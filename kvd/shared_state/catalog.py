@@ -61,7 +61,9 @@ class CatalogRow:
     table: str
     members: str  # JSON with sorted keys; empty if the registration was removed
     mark: str  # see kvd.persistence.registrations
-    at: float = 0.0  # when it was written, by the server's clock; later than the row before it
+    # When it was written, by the server's clock; later than the row before it. 0 if not stated:
+    # earlier versions do so for removals alone.
+    at: float = 0.0
     known: object = None  # stands for the registration here (see RegistrationTarget)
 
     def packed(self) -> bytes:
@@ -186,7 +188,7 @@ class Catalog:
             changed_here = (
                 mine is not None and field not in self._restored and not mine.is_like(agreed)
             )
-            if agreed is not None and row.at < agreed.at and not row.is_like(agreed):
+            if agreed is not None and 0 < row.at < agreed.at and not row.is_like(agreed):
                 lost[field] = row
             elif is_changed and not changed_here:
                 await self._apply_row(field, mine, row)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Coroutine
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,8 +32,9 @@ from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
 from kvd.persistence.registrations import SLICE, Faces, Registrations
 from kvd.replica_sync.replicas import Replicas
-from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.catalog import Catalog, CatalogRow
 from kvd.shared_state.keys import Keys
+from kvd.shared_state.server import write_rows
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.egress import EgressPolicy
 from kvd.wire.replica import ReplicaStats
@@ -240,6 +242,24 @@ async def test_a_removal_elsewhere_leaves_what_a_client_has_registered_meanwhile
         await trio.sleep(1)
     await settle(server, two, one)
     assert one.workers() == two.workers() == {("selection", 1): 2}
+
+
+async def test_a_registration_by_an_earlier_version_counts(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """It does not say when it was made, and so cannot be told from one of an old copy."""
+    server, one = MemoryServer(9), Replica(tmp_path / "1")
+    row = row_of("selection", 1)
+    await one.add("selection", row)
+    await settle(server, one)
+    [(name, content)] = server.values[KEYS.catalog].items()
+    made = CatalogRow.read(content)
+    assert made is not None
+    await one.remove("selection", row)
+    await settle(server, one)
+    await write_rows(server, KEYS, {name: replace(made, at=0.0).packed()})  # type: ignore[arg-type]
+    await settle(server, one)
+    assert one.workers() == {("selection", 1): 1}
 
 
 async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> None:
