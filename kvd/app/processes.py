@@ -65,7 +65,8 @@ class Child:
     """One child process, running or due to be started."""
 
     name: str
-    configured: Callable[[Config], Config]  # makes its settings of those of the whole service
+    config: Config  # of the whole service, as of the last reload that the process has applied
+    configured: Callable[[Config], Config]  # makes the settings of the process of that
     listening: list[Named]
     notices: socket.socket  # receives the notices that it sends to its service manager
     due_at: float | None = 0.0  # when to start it; None: it runs already, or must not run
@@ -76,6 +77,7 @@ class Child:
     pause_s: float = 0.0
     is_ready: bool = False
     is_aborted: bool = False  # it hung and was sent SIGABRT
+    is_reload_due: bool = False  # SIGHUP has come, and it has not applied a reload since
 
     def signal(self, number: signal.Signals) -> None:
         """Signals the process, if there is one."""
@@ -120,7 +122,6 @@ class _Supervisor:
         token = Token("processes", Scope.ANY, os.urandom(32).hex().encode())
         reader = replace(reader, own_tokens=(token,))
         config = reader.completed(config)
-        self._config = config  # as of the last reload
         self._reader, self._token, self._opened = reader, token, opened
         self._folder = folder
         self._pid = os.getpid()
@@ -134,7 +135,7 @@ class _Supervisor:
             path = self._paths[KVD]
             own = self._open_own(path)
             configured = partial(_of_kvd, path=path)
-            self._add(KVD, configured, [("processes", own), *passed.take_all()])
+            self._add(KVD, config, configured, [("processes", own), *passed.take_all()])
         kvd, kvd_token = config.gateway_kvd, config.gateway_kvd_token
         if kvd is None:
             kvd, kvd_token = (f"{UNIX_PREFIX}{self._paths[KVD]}",), token.secret
@@ -142,7 +143,7 @@ class _Supervisor:
             path = self._paths[name]
             own = self._open_own(path)
             configured = partial(_of_gateway, path=path, chosen_by=kvd, token=kvd_token)
-            self._add(name, configured, [("gateway", own), *sockets])
+            self._add(name, config, configured, [("gateway", own), *sockets])
         self._announced = False
         self._stopping = False
         self._code = 0
@@ -183,11 +184,17 @@ class _Supervisor:
         [[sock]] = open_shared(f"{UNIX_PREFIX}{path}", 1, OWN_RIGHTS)
         return self._opened.enter_context(sock)
 
-    def _add(self, name: str, configured: Callable[[Config], Config], sockets: list[Named]) -> None:
+    def _add(
+        self,
+        name: str,
+        config: Config,
+        configured: Callable[[Config], Config],
+        sockets: list[Named],
+    ) -> None:
         notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         notices.bind(self._notices_path(name))
         self._opened.enter_context(notices)
-        self._children.append(Child(name, configured, sockets, notices))
+        self._children.append(Child(name, config, configured, sockets, notices))
 
     def _notices_path(self, name: str) -> str:
         return f"{self._folder}/{name}.notices"
@@ -224,7 +231,7 @@ class _Supervisor:
         os.environ.pop(FOLDER_VARIABLE, None)  # `kvd reload` would reach only one of the processes
         os.environ["NOTIFY_SOCKET"] = self._notices_path(child.name)
         identity = ProcessIdentity(child.name, self._paths, child.restarts, self._token.secret)
-        config = child.configured(self._config)
+        config = child.configured(child.config)
         return daemon.run(config, self._reader, PassedSockets(child.listening), identity)
 
     # ---- in the parent
@@ -234,6 +241,8 @@ class _Supervisor:
         child.is_ready = child.is_aborted = False
         child.started_at = child.heard_at = time.monotonic()
         log.info("process_started", process=child.name, pid=pid, restarts=child.restarts)
+        if child.is_reload_due:  # it had ended before, or has refused and will again
+            child.signal(signal.SIGHUP)
         if child.name == KVD and not child.restarts:
             # While no kvd runs, gateways must be refused rather than wait. So the parent gives up
             # its copy of the socket, and the next kvd opens one itself.
@@ -263,9 +272,8 @@ class _Supervisor:
                 self._reap(child)
         elif number is signal.SIGHUP:
             for child in self._children:
+                child.is_reload_due = True
                 child.signal(number)
-            with suppress(StartError):  # the processes refuse it as well, and log why
-                self._config = self._reader.again(self._config).config  # for those still to start
         elif self._stopping:  # an operator who asks twice does not want to wait
             for child in self._children:
                 child.signal(signal.SIGKILL)
@@ -316,12 +324,17 @@ class _Supervisor:
                 child.signal(signal.SIGTERM)
 
     def _hear(self, child: Child) -> None:
-        """Takes the next notice of a process to its service manager, if there is one."""
-        try:
-            notice = child.notices.recv(MESSAGE_BYTES)
-        except BlockingIOError:
-            return
+        """Takes all notices of a process to its service manager."""
+        with suppress(BlockingIOError):
+            while True:
+                self._heed(child, child.notices.recv(MESSAGE_BYTES))
+
+    def _heed(self, child: Child, notice: bytes) -> None:
         child.heard_at = time.monotonic()
+        if sdnotify.RELOADED in notice:
+            child.is_reload_due = False
+            with suppress(StartError):  # the files have changed since: the next reload has them
+                child.config = self._reader.again(child.config).config
         if not self._announced and sdnotify.EXTENSION in notice:
             sdnotify.notify(notice)  # the start takes long, and is still under way
         if sdnotify.READY in notice:

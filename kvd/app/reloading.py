@@ -105,6 +105,7 @@ class Reloader:
         for each in prepared:
             each.commit()
         self._outcomes["applied"] += 1
+        sdnotify.notify(sdnotify.RELOADED)
         changed = tuple(name for each in prepared for name in each.changed)
         log.info("reloaded", changed=" ".join(changed))
         warn_of_secrets(self.config)

@@ -13,6 +13,8 @@ READY = b"READY=1"
 STOPPING = b"STOPPING=1"
 WATCHDOG = b"WATCHDOG=1"
 EXTENSION = b"EXTEND_TIMEOUT_USEC="
+# The settings of a reload are in force: for the parent of several processes; systemd ignores it.
+RELOADED = b"X_KVD_RELOADED=1"
 
 # Time that each watchdog message asks systemd for while the daemon starts.
 START_EXTENSION_US = 60_000_000

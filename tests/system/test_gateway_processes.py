@@ -299,6 +299,41 @@ async def test_a_process_started_again_has_the_settings_of_the_last_reload(
         await until_decided(gateways, "overlap", shows("fedcba9876543210"))
 
 
+async def test_a_process_that_ends_before_it_reloads_does_so_afterwards(
+    kvd_process: Start, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old read,generate 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    async with fleet(kvd_process, "--processes", "2", "--tokens-file", str(tokens)) as gateways:
+        tokens.write_text("new read,generate fedcba9876543210\n")
+        os.kill(gateways.pid("gateway-0"), signal.SIGSTOP)
+        gateways.server.process.send_signal(signal.SIGHUP)
+        await until(lambda: gateways.server.stderr.count("event=reloaded") == 2)
+        os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
+        await until(lambda: gateways.server.stderr.count("event=reloaded") == 3)
+        assert (await gateways.ask(shows("0123456789abcdef"))).status_code == 401
+
+
+async def test_a_process_started_again_has_nothing_of_a_reload_that_it_has_refused(
+    kvd_process: Start, tmp_path: Path
+) -> None:
+    """It could not start without tokens, and connections would wait for it."""
+    tokens, settings = tmp_path / "tokens", tmp_path / "kvd.toml"
+    tokens.write_text("client generate 0123456789abcdef\n")
+    tokens.chmod(0o600)
+    settings.write_text(f'tokens_file = "{tokens}"\n')
+    flags = "--processes", "2", "--config", str(settings), "--host", "0.0.0.0"
+    async with fleet(kvd_process, *flags) as gateways:
+        settings.write_text("")
+        gateways.server.process.send_signal(signal.SIGHUP)
+        await until(lambda: gateways.server.stderr.count("event=reload_refused") == 2)
+        await until(lambda: "event=reloaded" in gateways.server.stderr)  # the kvd is not exposed
+        os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
+        await until(lambda: gateways.server.stderr.count(" face=gateway bind=") == 3)
+        assert (await gateways.ask()).status_code == 401
+
+
 async def test_tokens_come_and_go_by_reloads(kvd_process: Start, tmp_path: Path) -> None:
     """The processes choose together before and after."""
     tokens, settings = tmp_path / "tokens", tmp_path / "kvd.toml"
