@@ -111,7 +111,7 @@ class Upstreams:
     ) -> None:
         """`wanted` are the engines of the settings; `tls` is for engines with https: URLs.
 
-        `gateway_id` is in this gateway's own list of models: who shows it is no engine.
+        `gateway_id` is with each model in this gateway's list: what comes back is passed over.
 
         Unless `proves` is False, an engine that publishes events is tested: its events must agree
         with its tokens, or its cache is predicted.
