@@ -25,10 +25,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "base/pages.hpp"
@@ -166,79 +168,175 @@ inline uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Open addressing over 32-bit values whose keys live elsewhere. Linear probing, and deletion by
-// moving later entries back: a delete leaves no marker behind, so millions of deletes of absent
-// keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
-//
-// `Keys` supplies `uint64_t hash_of(uint32_t value) const`. Clients that choose keys must not be
-// able to predict it (base/keyed.hpp): a probe sequence grows with the keys that share its start.
-class ProbeTable {
+// One array of a `ProbeTable`: open addressing with linear probing. It keeps the complements of the
+// values: so memory that has just been mapped is empty, and a large array is made without touching
+// it.
+class Slots {
  public:
   static constexpr uint32_t kEmpty = 0xffffffffu;
-  // Most slots from an entry to its home that `verify` accepts; unpredictable hashes never need as
-  // many.
-  static constexpr uint32_t kFar = 4096;
 
-  uint32_t size() const { return count_; }
-  uint32_t capacity() const { return static_cast<uint32_t>(slots_.size()); }
-  uint32_t at(uint32_t index) const { return slots_[index]; }
-  void set(uint32_t index, uint32_t value) { slots_[index] = value; }
-  size_t bytes() const { return slots_.capacity() * sizeof(uint32_t); }
-
-  // Makes room for `count` entries in an empty table.
-  void reserve(uint32_t count) {
-    uint64_t capacity = 8;
-    while (count * 5ull > capacity * 4ull) capacity *= 2;
-    slots_.assign(capacity, kEmpty);
-    mask_ = static_cast<uint32_t>(capacity - 1);
+  Slots() = default;
+  // `capacity`: a power of two.
+  explicit Slots(uint32_t capacity)
+      : slots_(Memory().allocate(capacity)), capacity_(capacity), mask_(capacity - 1) {
+    if (bytes() < Memory::kMapped) std::memset(slots_, 0, bytes());
+  }
+  ~Slots() {
+    if (slots_ != nullptr) Memory().deallocate(slots_, capacity_);
+  }
+  Slots(Slots&& other) noexcept { *this = std::move(other); }
+  Slots& operator=(Slots&& other) noexcept {
+    std::swap(slots_, other.slots_);
+    std::swap(capacity_, other.capacity_);
+    std::swap(mask_, other.mask_);
+    return *this;
   }
 
-  // Index of the entry for which `same(value)` holds, or kEmpty.
+  uint32_t capacity() const { return capacity_; }
+  size_t bytes() const { return capacity_ * sizeof(uint32_t); }
+  uint32_t operator[](uint32_t i) const { return ~slots_[i]; }
+  void set(uint32_t i, uint32_t value) { slots_[i] = ~value; }
+
   template <class Same>
   uint32_t find(uint64_t hash, Same&& same) const {
-    if (slots_.empty()) return kEmpty;
+    if (capacity_ == 0) return kEmpty;
     for (uint32_t i = home(hash);; i = next(i)) {
-      const uint32_t value = slots_[i];
+      const uint32_t value = (*this)[i];
       if (value == kEmpty) return kEmpty;
       if (same(value)) return i;
     }
   }
 
-  // The first slot of a hash's probe sequence, in a table with slots, and the slot after another;
-  // the sequence ends at an empty slot. For callers that cannot pass a lambda to `find`.
+  void insert(uint64_t hash, uint32_t value) {
+    uint32_t i = home(hash);
+    while ((*this)[i] != kEmpty) i = next(i);
+    set(i, value);
+  }
+
+  template <class Keys>
+  void erase(uint32_t hole, const Keys& keys) {
+    for (uint32_t i = next(hole); (*this)[i] != kEmpty; i = next(i)) {
+      // The entry may move back only if its home is not between the hole and itself.
+      if (distance((*this)[i], i, keys) >= ((i - hole) & mask_)) {
+        slots_[hole] = slots_[i];
+        hole = i;
+      }
+    }
+    set(hole, kEmpty);
+  }
+
+  // Slots from the home of a value to slot i, where it is.
+  template <class Keys>
+  uint32_t distance(uint32_t value, uint32_t i, const Keys& keys) const {
+    return (i - home(keys.hash_of(value))) & mask_;
+  }
+
+ private:
+  using Memory = PageAllocator<uint32_t>;
+
   uint32_t home(uint64_t hash) const { return static_cast<uint32_t>(hash >> 32) & mask_; }
   uint32_t next(uint32_t i) const { return (i + 1) & mask_; }
 
-  // Makes room for `n` entries, so that the next `n` inserts do not throw.
-  template <class Keys>
-  void make_room(uint32_t n, const Keys& keys) {
-    const uint64_t filled = (uint64_t{count_} + n) * 5;
-    if (filled <= slots_.size() * 4ull) return;
-    uint64_t capacity = slots_.empty() ? 8 : slots_.size() * 2ull;
-    while (filled > capacity * 4) capacity *= 2;
-    resize(static_cast<uint32_t>(capacity), keys);
+  uint32_t* slots_ = nullptr;
+  uint32_t capacity_ = 0;
+  uint32_t mask_ = 0;
+};
+
+// Open addressing over 32-bit values whose keys live elsewhere. Linear probing, and deletion by
+// moving later entries back: a delete leaves no marker behind, so millions of deletes of absent
+// keys cost nothing and change nothing (deletes of unknown blocks are normal traffic).
+//
+// A table that grows or shrinks takes a new array, and each insert and each `shrink` then moves a
+// few entries there. No call takes a time that grows with the table:
+//
+//   old_    [ . . . . . . . . . . | 17 . 9 4 . 12 . 3 ]     what has not been moved
+//             moved: all empty     moved_
+//   now_    [ . 5 . . . 8 . . . . 31 . . . 6 . . . 20 . . . . 11 . . 2 . . . . ]     the others
+//             new entries come here
+//
+//   index     0 .. old capacity - 1: slots of old_; from there on: slots of now_
+//
+// Entries go by whole runs, up to an empty slot. So each array is complete in itself: an entry in
+// it is found from its home. At rest old_ has no slots, and a search costs what one array costs.
+//
+// Invariants
+//   1. an entry is in one of the arrays, and no empty slot is between its home there and itself;
+//   2. all slots of old_ before `moved_` are empty;
+//   3. now_ has room for all entries, at most 4/5 full. It is not full before old_ is empty: a
+//      table of 4/5 C entries grows to 2 C slots and has moved all after C/16 inserts; one of C/32
+//      entries that shrinks to C/8 slots has room for C/10, and has moved all after C/16, too.
+//
+// `Keys` supplies `uint64_t hash_of(uint32_t value) const`. Clients that choose keys must not be
+// able to predict it (base/keyed.hpp): a probe sequence grows with the keys that share its start.
+class ProbeTable {
+ public:
+  static constexpr uint32_t kEmpty = Slots::kEmpty;
+  // Most slots from an entry to its home that `verify` accepts; unpredictable hashes never need as
+  // many.
+  static constexpr uint32_t kFar = 4096;
+
+  uint32_t size() const { return count_; }
+  // Indices are below it. Whoever walks over them in parts meets each entry that was there all the
+  // time, perhaps twice, unless the capacity changes meanwhile or an erase moves it back.
+  uint32_t capacity() const { return old_.capacity() + now_.capacity(); }
+  uint32_t at(uint32_t index) const {
+    const uint32_t before = old_.capacity();
+    return index < before ? old_[index] : now_[index - before];
+  }
+  void set(uint32_t index, uint32_t value) {
+    const uint32_t before = old_.capacity();
+    if (index < before) old_.set(index, value);
+    else now_.set(index - before, value);
+  }
+  size_t bytes() const { return old_.bytes() + now_.bytes(); }
+
+  // Makes room for `count` entries in an empty table.
+  void reserve(uint32_t count) {
+    uint64_t capacity = kLeast;
+    while (count * 5ull > capacity * 4ull) capacity *= 2;
+    now_ = Slots(static_cast<uint32_t>(capacity));
+    old_ = Slots();
+  }
+
+  // Index of the entry for which `same(value)` holds, or kEmpty.
+  template <class Same>
+  uint32_t find(uint64_t hash, Same&& same) const {
+    const uint32_t i = now_.find(hash, same);
+    if (__builtin_expect(old_.capacity() == 0, 1)) return i;
+    return i != kEmpty ? old_.capacity() + i : old_.find(hash, same);
+  }
+
+  // The same for callers that cannot pass a lambda.
+  template <class State>
+  uint32_t find(uint64_t hash, bool (*same)(const State*, uint32_t), const State* state) const {
+    return find(hash, [&](uint32_t value) { return same(state, value); });
+  }
+
+  // Index of a value that is in the table.
+  uint32_t index_of(uint64_t hash, uint32_t value) const {
+    return find(hash, [&](uint32_t each) { return each == value; });
+  }
+
+  // Makes room for an entry, so that the next insert does not throw.
+  void make_room() {
+    if ((count_ + 1ull) * 5 <= now_.capacity() * 4ull) return;
+    move_to(now_.capacity() == 0 ? kLeast : now_.capacity() * 2);
   }
 
   // The key must be absent.
   template <class Keys>
   void insert(uint64_t hash, uint32_t value, const Keys& keys) {
-    make_room(1, keys);
-    fill_slot(hash, value);
+    make_room();
+    if (old_.capacity() != 0) move_some(keys);
+    now_.insert(hash, value);
     ++count_;
   }
 
   template <class Keys>
   void erase(uint32_t index, const Keys& keys) {
-    uint32_t hole = index;
-    for (uint32_t i = next(hole); slots_[i] != kEmpty; i = next(i)) {
-      const uint32_t want = home(keys.hash_of(slots_[i]));
-      // The entry may move back only if its home is not between the hole and itself.
-      if (((i - want) & mask_) >= ((i - hole) & mask_)) {
-        slots_[hole] = slots_[i];
-        hole = i;
-      }
-    }
-    slots_[hole] = kEmpty;
+    const uint32_t before = old_.capacity();
+    if (index < before) old_.erase(index, keys);
+    else now_.erase(index - before, keys);
     --count_;
   }
 
@@ -246,46 +344,60 @@ class ProbeTable {
   // full has no probe sequence of kFar slots in the age of the universe.
   template <class Keys>
   bool is_spread(const Keys& keys) const {
-    for (uint32_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i] != kEmpty && ((i - home(keys.hash_of(slots_[i]))) & mask_) > kFar) return false;
+    for (const Slots* slots : {&old_, &now_}) {
+      for (uint32_t i = 0; i < slots->capacity(); ++i) {
+        const uint32_t value = (*slots)[i];
+        if (value != kEmpty && slots->distance(value, i, keys) > kFar) return false;
+      }
     }
     return true;
   }
 
-  // Frees memory after many erases; not called by erase, so that scans by index stay valid. Shrinks
-  // late, because every remaining entry is inserted again (at worst some 100 ns each). If there is
-  // no memory for the smaller table, the old one stays.
+  // Goes on moving entries, or begins a smaller array after many erases; not called by erase, so
+  // that scans by index stay valid. If there is no memory for the smaller array, the table stays as
+  // it is.
   template <class Keys>
   void shrink(const Keys& keys) {
     if (count_ == 0) {
-      PageVector<uint32_t>().swap(slots_);
-      mask_ = 0;
-    } else if (slots_.size() > 64 && count_ * 32ull < slots_.size()) {
+      now_ = Slots();
+      old_ = Slots();
+    } else if (old_.capacity() != 0) {
+      move_some(keys);
+    } else if (now_.capacity() > 64 && count_ * 32ull < now_.capacity()) {
       try {
-        resize(capacity() / 8, keys);
+        move_to(now_.capacity() / 8);
       } catch (const std::bad_alloc&) {}
     }
   }
 
  private:
-  void fill_slot(uint64_t hash, uint32_t value) {
-    uint32_t i = home(hash);
-    while (slots_[i] != kEmpty) i = next(i);
-    slots_[i] = value;
+  static constexpr uint32_t kLeast = 8;
+  static constexpr uint32_t kMoved = 16;  // slots at a time, and on to the end of a run
+
+  void move_to(uint32_t capacity) {
+    Slots empty(capacity);
+    old_ = std::move(now_);
+    now_ = std::move(empty);
+    moved_ = 0;
   }
 
   template <class Keys>
-  void resize(uint32_t capacity, const Keys& keys) {
-    PageVector<uint32_t> old(capacity, kEmpty);
-    old.swap(slots_);
-    mask_ = capacity - 1;
-    for (const uint32_t value : old) {
-      if (value != kEmpty) fill_slot(keys.hash_of(value), value);
+  void move_some(const Keys& keys) {
+    const uint32_t end = old_.capacity();
+    for (uint32_t least = moved_ + kMoved; moved_ < end; ++moved_) {
+      const uint32_t value = old_[moved_];
+      if (value != kEmpty) {
+        now_.insert(keys.hash_of(value), value);
+        old_.set(moved_, kEmpty);
+      } else if (moved_ >= least) {
+        return;
+      }
     }
+    old_ = Slots();
   }
 
-  PageVector<uint32_t> slots_;
-  uint32_t mask_ = 0;
+  Slots now_, old_;
+  uint32_t moved_ = 0;  // the next slot of old_ to be moved
   uint32_t count_ = 0;
 };
 

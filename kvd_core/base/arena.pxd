@@ -24,9 +24,11 @@ cdef extern from "base/arena.hpp" namespace "kvd" nogil:
     cppclass ProbeTable:
         uint32_t size()
         uint32_t at(uint32_t)
-        uint32_t home(uint64_t)        # only if the table has slots
-        uint32_t next(uint32_t)
-        void make_room[Keys](uint32_t, const Keys&) except +
+        uint32_t find[State](
+            uint64_t, cbool (*)(const State*, uint32_t) noexcept nogil, const State*
+        )
+        uint32_t index_of(uint64_t, uint32_t)  # of a value that is there
+        void make_room() except +      # for one entry
         void insert[Keys](uint64_t, uint32_t, const Keys&)  # after make_room
         void erase[Keys](uint32_t, const Keys&)
         void shrink[Keys](const Keys&)

@@ -109,7 +109,7 @@ class Chains {
   void insert_child(NodeId id) { children_.insert(hash_of(id), id, *this); }
 
   void erase_child(NodeId id) {
-    const uint32_t at = children_.find(hash_of(id), [&](NodeId other) { return other == id; });
+    const uint32_t at = children_.index_of(hash_of(id), id);
     children_.erase(at, *this);
   }
 

@@ -54,11 +54,12 @@ class OtherNames {
   OtherNames& operator=(const OtherNames&) = delete;
   ~OtherNames() { drop(); }
 
-  // Starts anew, with room for `most` names: a power of two, or 0.
+  // Starts anew, with room for `most` names.
   void reset(uint32_t most) {
     drop();
     if (most == 0) return;
-    const size_t capacity = size_t{most} * 2;
+    size_t capacity = 8;
+    while (capacity < size_t{most} * 2) capacity *= 2;
     slots_ = static_cast<uint32_t*>(map_pages(capacity * sizeof(uint32_t)));
     capacity_ = capacity;
   }

@@ -70,7 +70,7 @@ class RankSets {
 
   void unref(SetId id) {
     if (id == kEmptySet || --sets_[id].refs != 0) return;
-    const uint32_t at = table_.find(sets_[id].hash, [&](uint32_t v) { return v == id; });
+    const uint32_t at = table_.index_of(sets_[id].hash, id);
     table_.erase(at, *this);
     members_ -= sets_[id].ranks.size();
     std::vector<RankId>().swap(sets_[id].ranks);

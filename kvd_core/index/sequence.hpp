@@ -14,8 +14,7 @@
 //   3. the blocks before a block in the slots are in the slots, in the same namespace.
 //
 // Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace.
-// Pages do not move, so no call takes a time that grows with the number of blocks, except when the
-// slots grow.
+// Pages do not move, so no call takes a time that grows with the number of blocks.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +35,7 @@ class Sequences {
 
   uint64_t seed() const { return seed_; }
 
-  // Makes room for a tree's blocks, while empty: slots that grow bit by bit are rehashed each time.
+  // Makes room for a tree's blocks, while empty: so no slots have to grow.
   void reserve(uint32_t blocks) { slots_.reserve(blocks); }
 
   uint64_t key(uint64_t space, uint64_t sequence) const {
@@ -109,7 +108,7 @@ class Sequences {
   void erase(BlockId block) {
     const uint64_t known = key_of(block);
     if (known == 0) return;
-    slots_.erase(slots_.find(hash_(known), [&](uint32_t v) { return v == block; }), *this);
+    slots_.erase(slots_.index_of(hash_(known), block), *this);
     key_at(block) = 0;
     if (!spaces_.empty()) spaces_.erase(block);
     slots_.shrink(*this);

@@ -27,9 +27,10 @@ from libc.stddef cimport size_t
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memcmp, memcpy
+from libcpp cimport bool as cbool
 from libcpp.string_view cimport string_view
 
-from kvd_core.base.arena cimport kEmpty
+from kvd_core.base.arena cimport HashedArena, kEmpty
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
     RequestList, ChainKind, kByAge, kByRank, Request, RequestId, Requests
@@ -78,26 +79,30 @@ cdef inline string_view key_of(const Request* request) noexcept nogil:
     return string_view(request.text + request.id_size, request.key_size)
 
 
+cdef struct Sought:
+    HashedArena[Request]* all
+    string_view id
+    uint64_t hash
+
+
 cdef inline RequestId find_hashed(Requests* requests, string_view id, uint64_t hash) noexcept nogil:
     # The number of a live request, kNone if there is none; `hash` is the hash of its id.
+    cdef Sought sought
     cdef uint32_t at
-    cdef RequestId number
-    cdef Request* request
-    if requests.ids.size() == 0:
-        return kNone
-    at = requests.ids.home(hash)
-    number = requests.ids.at(at)
-    while number != kEmpty:
-        request = &requests.all[number]
-        if (
-            request.hash == hash
-            and request.id_size == id.size()
-            and memcmp(request.text, id.data(), id.size()) == 0
-        ):
-            return number
-        at = requests.ids.next(at)
-        number = requests.ids.at(at)
-    return kNone
+    sought.all = &requests.all
+    sought.id = id
+    sought.hash = hash
+    at = requests.ids.find(hash, is_sought, &sought)
+    return kNone if at == kEmpty else requests.ids.at(at)
+
+
+cdef inline cbool is_sought(const Sought* sought, uint32_t number) noexcept nogil:
+    cdef Request* request = &sought.all[0][number]
+    return (
+        request.hash == sought.hash
+        and request.id_size == sought.id.size()
+        and memcmp(request.text, sought.id.data(), sought.id.size()) == 0
+    )
 
 
 cdef inline RequestId find(Requests* requests, string_view id) noexcept nogil:
@@ -107,7 +112,7 @@ cdef inline RequestId find(Requests* requests, string_view id) noexcept nogil:
 cdef inline char* make_room(Requests* requests, string_view id, string_view key) except NULL nogil:
     # Makes room for one more request. Returns its texts, to be passed to `take` or to free().
     cdef char* text
-    requests.ids.make_room(1, requests.all)
+    requests.ids.make_room()
     requests.all.make_room()
     text = <char*>take_heap(id.size() + key.size() + 1)
     memcpy(text, id.data(), id.size())
@@ -136,10 +141,7 @@ cdef inline Request* take(
 
 cdef inline void give(Requests* requests, RequestId number, RequestList* of_rank) noexcept nogil:
     cdef Request* request = &requests.all[number]
-    cdef uint32_t at = requests.ids.home(request.hash)
-    while requests.ids.at(at) != number:
-        at = requests.ids.next(at)
-    requests.ids.erase(at, requests.all)
+    requests.ids.erase(requests.ids.index_of(request.hash, number), requests.all)
     requests.ids.shrink(requests.all)
     unlink(requests, &requests.by_age, kByAge, number)
     unlink(requests, of_rank, kByRank, number)

@@ -250,7 +250,7 @@ class Trie : public Chains<Trie, TrieNode> {
   // A new node, with room made for it in the table of children. Without memory it throws and
   // changes nothing.
   NodeId take(const uint64_t* hashes, uint32_t len) {
-    children_.make_room(1, *this);
+    children_.make_room();
     nodes_.make_room();
     uint64_t* own = joined(hashes, len, nullptr, 0);
     if (own == nullptr) throw std::bad_alloc();
