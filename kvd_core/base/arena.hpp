@@ -303,7 +303,7 @@ class ProbeTable {
   uint32_t find(uint64_t hash, Same&& same) const {
     const uint32_t i = now_.find(hash, same);
     if (__builtin_expect(old_.capacity() == 0, 1)) return i;
-    return i != kEmpty ? old_.capacity() + i : old_.find(hash, same);
+    return i != kEmpty ? old_.capacity() + i : find_old(hash, same);
   }
 
   // The same for callers that cannot pass a lambda.
@@ -335,8 +335,8 @@ class ProbeTable {
   template <class Keys>
   void erase(uint32_t index, const Keys& keys) {
     const uint32_t before = old_.capacity();
-    if (index < before) old_.erase(index, keys);
-    else now_.erase(index - before, keys);
+    const bool is_old = index < before;
+    (is_old ? old_ : now_).erase(is_old ? index : index - before, keys);
     --count_;
   }
 
@@ -381,8 +381,14 @@ class ProbeTable {
     moved_ = 0;
   }
 
+  // These two are no part of the code that runs at rest.
+  template <class Same>
+  [[gnu::noinline]] uint32_t find_old(uint64_t hash, Same&& same) const {
+    return old_.find(hash, same);
+  }
+
   template <class Keys>
-  void move_some(const Keys& keys) {
+  [[gnu::noinline]] void move_some(const Keys& keys) {
     const uint32_t end = old_.capacity();
     for (uint32_t least = moved_ + kMoved; moved_ < end; ++moved_) {
       const uint32_t value = old_[moved_];
