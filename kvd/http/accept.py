@@ -61,12 +61,11 @@ async def accept_connections(
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno in SHORTAGES and accepted:
-                continue  # the kernel says so even if nobody waits
-            if error.errno in SHORTAGES:
+            if error.errno not in SHORTAGES | _PASSING:
+                raise
+            # Behind a connection that got in, the kernel tells of a shortage even if nobody waits.
+            if error.errno in SHORTAGES and not accepted:
                 stats.accept_pauses += 1
                 if lines.admit(error.errno, trio.current_time()) is not None:
                     log.warning("accept_paused", error=error)
                 await trio.sleep(ROOM_PAUSE_SECONDS if make_room() else PAUSE_SECONDS)
-            elif error.errno not in _PASSING:
-                raise

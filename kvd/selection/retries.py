@@ -9,6 +9,7 @@ retry from another request under the same key.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgpack
@@ -32,7 +33,8 @@ class Retries:
         self._max_answers = max_answers
         self.repeated = 0
         self.forgotten = 0  # answers dropped at the bound
-        self._answers: dict[Name, tuple[bytes, SelectReply]] = {}  # oldest booking first
+        # Oldest booking first, which a dict would find behind all the entries deleted before.
+        self._answers: OrderedDict[Name, tuple[bytes, SelectReply]] = OrderedDict()
         self.names: dict[str, Name] = {}  # by the id of the booking, and of its separate prefill
 
     def __len__(self) -> int:
