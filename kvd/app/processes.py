@@ -342,6 +342,7 @@ class _Supervisor:
         if not self._announced and all(each.is_ready for each in self._children):
             self._announced = True
             sdnotify.notify(sdnotify.READY)
+            log.info("processes_ready", count=len(self._children))
 
     def _watch(self, limit_s: float) -> None:
         """Aborts processes whose loop hangs, so that they write their stack; kills them next."""
