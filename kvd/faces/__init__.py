@@ -11,5 +11,6 @@
 
 In each face, `routes` has the table of routes and the handlers of the cold ones. `handlers` has the
 compiled handlers of the hot ones; the gateway has no such module. `schemas` describes what routes
-read and answer, for the OpenAPI document.
+read and answer, for the OpenAPI document. `registration` (in `selection`: `records` and `members`)
+reads what a call or an entry of a fleet file registers.
 """

@@ -28,12 +28,13 @@ from typing import Any
 from kvd.config import toml
 from kvd.config.parsers import nearest
 from kvd.errors import KvdError
-from kvd.faces.common import replica_sync
-from kvd.faces.conductor import routes as conductor
-from kvd.faces.gateway import engines
-from kvd.faces.indexer import routes as indexer
-from kvd.faces.selection import tuning, workers
-from kvd.faces.slot_tracker import routes as slot_tracker
+from kvd.faces.common import registration as replica
+from kvd.faces.conductor import registration as conductor
+from kvd.faces.gateway import registration as gateway
+from kvd.faces.indexer import registration as indexer
+from kvd.faces.selection import members as tuning
+from kvd.faces.selection import records as selection
+from kvd.faces.slot_tracker import registration as slot_tracker
 from kvd.gateway.dns_names import Wanted
 from kvd.index.publishers import Described
 from kvd.index.registry import RegisteredRank
@@ -119,26 +120,29 @@ TABLES = {
         lambda wanted, outgoing: None,
     ),
     "selection": Table(
-        workers.DESCRIBED, workers.read_worker, lambda wanted: wanted.worker_id, _check_worker
+        selection.REGISTERED,
+        selection.read_worker,
+        lambda wanted: wanted.worker_id,
+        _check_worker,
     ),
     "policy": Table(
-        tuning.POLICY_MEMBERS,
+        tuning.TUNED_POLICY,
         tuning.read_policy,
         lambda wanted: wanted.key,
         lambda wanted, outgoing: None,
     ),
     "conductor": Table(
-        conductor.DESCRIBED, conductor.read_publisher, lambda wanted: wanted.key, _check_listened
+        conductor.REGISTERED, conductor.read_publisher, lambda wanted: wanted.key, _check_listened
     ),
     "upstream": Table(
-        engines.UPSTREAM_MEMBERS,
-        engines.read_upstream,
+        gateway.REGISTERED,
+        gateway.read_upstream,
         _upstream_key,
         lambda wanted, outgoing: None,  # each address is judged when it is connected to
     ),
     "replica": Table(
-        replica_sync.REGISTERED,
-        replica_sync.read_peer,
+        replica.REGISTERED,
+        replica.read_replica,
         lambda wanted: wanted.endpoint,
         _check_replica,
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvd.cli.main import main
-from kvd.faces.indexer import routes as indexer
+from kvd.faces.indexer import registration as indexer
 from kvd.fleet_file import parse as fleetfile
 from kvd.wire.egress import EgressPolicy
 

@@ -118,6 +118,14 @@ def test_no_module_uses_itself_by_way_of_others() -> None:
     TopologicalSorter(found).prepare()
 
 
+def test_only_the_daemon_uses_the_routes_of_a_face() -> None:
+    """What others need of a face, such as how it reads a registration, is not in its routes."""
+    for module, path in MODULES.items():
+        used = {each for each in imports(path) if re.fullmatch(r"kvd\.faces\.\w+\.routes", each)}
+        own = f"{module.rpartition('.')[0]}.routes"
+        assert package(module) == "kvd.app" or used <= {own}, module
+
+
 @cache
 def methods() -> set[str]:
     """Returns the names of all functions that are called as methods."""

@@ -12,13 +12,15 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from kvd.faces.common.openapi import document
 from kvd.faces.common.schemas import DOCUMENT_PATH
 from kvd.faces.conductor import handlers as questions
-from kvd.faces.conductor import routes as conductor
+from kvd.faces.conductor import registration as conductor
 from kvd.faces.explain import questions as explained
+from kvd.faces.indexer import registration as indexer_registration
 from kvd.faces.indexer import routes as indexer
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.selection import handlers as selection
-from kvd.faces.selection import prompts, regret, reservations, tuning, workers
+from kvd.faces.selection import members, prompts, records, regret, reservations, tuning, workers
 from kvd.faces.slot_tracker import handlers as slots
+from kvd.faces.slot_tracker import registration as slot_registration
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
@@ -84,7 +86,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /query_tiered_by_hash": BodyScanner(
             TieredQueryHandler.ARRAY, TieredQueryHandler.FIELDS
         ),
-        "POST /register": indexer.REGISTER,
+        "POST /register": indexer_registration.REGISTER,
         "POST /unregister": indexer.UNREGISTER,
         "POST /register_peer": indexer.PEER,
         "POST /deregister_peer": indexer.PEER,
@@ -92,7 +94,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /test/resume_listener": indexer.RANK,
     },
     "slot-tracker": {
-        "POST /register": slot_tracker.REGISTER,
+        "POST /register": slot_registration.REGISTER,
         "POST /unregister": slot_tracker.UNREGISTER,
         "POST /add": BodyScanner(slots.AddHandler.ARRAYS, slots.AddHandler.FIELDS),
         "POST /prefill_complete": BodyScanner({}, slots.STEP),
@@ -102,9 +104,9 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         ),
     },
     "selection": {
-        "POST /workers": workers.WORKER,
+        "POST /workers": records.WORKER,
         "PUT /workers": workers.WORKERS,
-        "PATCH /workers/{worker_id}": workers.WORKER,
+        "PATCH /workers/{worker_id}": records.WORKER,
         "POST /select": BodyScanner(prompts.ARRAYS, selection.SELECT_FIELDS),
         "POST /select_and_reserve": BodyScanner(prompts.ARRAYS, selection.SELECT_FIELDS),
         "POST /reservations": reservations.RESERVE,
@@ -114,7 +116,7 @@ SCANNERS: dict[str, dict[str, BodyScanner]] = {
         "POST /overlap_scores": BodyScanner(prompts.ARRAYS, selection.PROMPT_FIELDS),
         "POST /busy_threshold": tuning.BUSY,
         "POST /router_mode": tuning.MODE,
-        "POST /policy": tuning.POLICY,
+        "POST /policy": members.POLICY,
     },
     "conductor": {
         "POST /query": BodyScanner(questions.QueryHandler.ARRAYS, questions.FIELDS),

@@ -9,4 +9,5 @@ schemas        helpers for JSON schemas; descriptions of the routes that several
 openapi        builds the OpenAPI document of a face from its routes and their descriptions
 rank_metrics   the load of each rank in /metrics, while there are few enough ranks
 replica_sync   the routes that list, add and remove replicas
+registration   reads the body of a replica's registration, for the route and the fleet file
 """

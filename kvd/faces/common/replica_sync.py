@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from kvd.faces.common import bodies
+from kvd.faces.common.registration import read_replica
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
-from kvd.replica_sync.replicas import RegisteredReplica, Replicas
+from kvd.replica_sync.replicas import Replicas
 from kvd_core.json.scan import BodyScanner
 
-REGISTERED = ("endpoint", "curve_server_key")
-PEER = BodyScanner({}, REGISTERED)
+PEER = BodyScanner({}, ("endpoint",))
 
 
 def routes(replicas: Replicas) -> tuple[Route, ...]:
@@ -36,15 +36,8 @@ def routes(replicas: Replicas) -> tuple[Route, ...]:
 
 def register_peer(replicas: Replicas, request: Request) -> Response:
     """Answers 201 for a new replica, 200 for a known one."""
-    new = replicas.register(*read_peer(request.body))
+    new = replicas.register(*read_replica(request.body))
     return Response(201 if new else 200, bodies.OK)
-
-
-def read_peer(body: bytes) -> RegisteredReplica:
-    """Returns the replica that a registration describes."""
-    members = bodies.scan(PEER, body)
-    endpoint = bodies.bounded(bodies.text(members, "endpoint"), "endpoint")
-    return RegisteredReplica(endpoint, bodies.optional_text(members, "curve_server_key"))
 
 
 async def deregister_peer(replicas: Replicas, request: Request) -> Response:

@@ -13,52 +13,16 @@ from kvd.faces.common.monitoring import health_route
 from kvd.faces.conductor import msgpack as packed
 from kvd.faces.conductor.handlers import HashQueryHandler, QueryHandler
 from kvd.faces.conductor.listings import global_view, services
-from kvd.faces.conductor.members import (
-    MODEL,
-    SALT,
-    Topic,
-    alias,
-    checked,
-    detailed,
-    echoed,
-    kept_model_name,
-    optional_name,
-    optional_uint,
-    required,
-    required_name,
-    scan,
-    text,
-    uint,
-    usable,
-)
+from kvd.faces.conductor.members import Topic, detailed, usable
+from kvd.faces.conductor.registration import read_narrowing, read_publisher
 from kvd.http.hot import HotHandler
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Handler, Route, Scope
 from kvd.index.partitions import Partition, State
-from kvd.index.publishers import EVERY_INSTANCE, Described, Narrowing, Publishers
-from kvd.model import DEFAULT_TENANT
+from kvd.index.publishers import Publishers
 from kvd.wire.curve import check_server_key
 from kvd_core.conductor.conductor import Conductor
-from kvd_core.json.scan import BodyScanner
-
-ECHOED = ("hash_profile", "cache_group")  # for newer conductors: only shown again, without effect
-
-DESCRIBED = (
-    *MODEL,
-    "endpoint",
-    "replay_endpoint",
-    "type",
-    "lora_name",
-    "tenant_id",
-    "instance_id",
-    "block_size",
-    "dp_rank",
-    "curve_server_key",
-    *SALT[1:],
-    *ECHOED,
-)
-REGISTER = BodyScanner({}, DESCRIBED)
 
 Sequence = Callable[[Conductor], Awaitable[None]]  # makes its missing sequence hashes
 
@@ -172,28 +136,6 @@ def register(publishers: Publishers, request: Request) -> Response:
     return packed.response(answer) if in_msgpack else json_response(answer)
 
 
-def read_publisher(body: bytes) -> Described:
-    """Returns the publisher that a registration describes; its addresses are not checked yet."""
-    members = scan(REGISTER, body)
-    described = Described(
-        endpoint=required(members, "endpoint"),
-        replay_endpoint=text(members, "replay_endpoint") or None,
-        type=required_name(members, "type"),
-        model_name=kept_model_name(members, "modelname"),
-        lora_name=optional_name(members, "lora_name") or "",
-        tenant_id=optional_name(members, "tenant_id") or DEFAULT_TENANT,
-        instance_id=required_name(members, "instance_id"),
-        block_size=uint(members, "block_size", 1),
-        dp_rank=uint(members, "dp_rank", 0),
-        salt=alias(members, SALT[1:]) or "",
-        server_key=text(members, "curve_server_key") or None,
-        echoed=tuple(
-            (name, echoed(members[name], name)) for name in ECHOED if members.get(name) is not None
-        ),
-    )
-    return checked(described.shared() if described.instance_id == EVERY_INSTANCE else described)
-
-
 async def unregister(publishers: Publishers, request: Request) -> Response:
     in_msgpack = packed.is_packed(request)
     wanted = (packed.read_narrowing if in_msgpack else read_narrowing)(request.body)
@@ -203,19 +145,3 @@ async def unregister(publishers: Publishers, request: Request) -> Response:
         raise detailed(error, "not_found") from None
     answer = {"status": UNREGISTERED, "removed_instances": removed}
     return packed.response(answer) if in_msgpack else json_response(answer)
-
-
-def read_narrowing(body: bytes) -> Narrowing:
-    """Returns the criteria of the publishers that are to be unregistered."""
-    members = scan(REGISTER, body)
-    return Narrowing(
-        tenant_id=text(members, "tenant_id") or DEFAULT_TENANT,
-        instance_id=required(members, "instance_id"),
-        dp_rank=optional_uint(members, "dp_rank", 0),
-        type=text(members, "type") or None,
-        model_name=alias(members, MODEL) or None,
-        lora_name=text(members, "lora_name") or None,
-        block_size=optional_uint(members, "block_size", 1),
-        salt=alias(members, SALT[1:]) or None,
-        endpoint=text(members, "endpoint") or None,
-    )

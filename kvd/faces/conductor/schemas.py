@@ -37,7 +37,8 @@ from kvd.faces.common.schemas import (
 from kvd.faces.common.schemas import NAME as KEPT_NAME
 from kvd.faces.conductor.members import HASHES, MODEL, SALT
 from kvd.faces.conductor.msgpack import FORM, FORMS, PROFILES, RANK_MAX
-from kvd.faces.conductor.routes import ECHOED, REASONS
+from kvd.faces.conductor.registration import ECHOED
+from kvd.faces.conductor.routes import REASONS
 from kvd.faces.indexer.schemas import STATUS, STREAM
 
 PACKED = FORM.content_type.decode()

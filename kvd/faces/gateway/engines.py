@@ -6,17 +6,13 @@ from functools import partial
 
 from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
+from kvd.faces.gateway.registration import read_upstream
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstream import Upstream
 from kvd.gateway.upstreams import Upstreams
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
-from kvd.selection.worker_record import Role
-from kvd.wire.urls import parse_dns, parse_upstream
-from kvd_core.json.scan import BodyScanner
 
-UPSTREAM_MEMBERS = ("url", "role")
-UPSTREAM = BodyScanner({}, UPSTREAM_MEMBERS)
 CALLS = "calls"  # the owner of engines that POST /upstreams has added
 
 
@@ -31,21 +27,6 @@ def upstream_routes(upstreams: Upstreams) -> tuple[Route, ...]:
             scope=Scope.ADMIN,
         ),
     )
-
-
-def read_upstream(body: bytes) -> Wanted:
-    """Returns the engine that a body describes, or the DNS name of engines."""
-    members = bodies.scan(UPSTREAM, body)
-    url = bodies.bounded(bodies.text(members, "url"), "url")
-    role = bodies.optional_text(members, "role")
-    if role not in (None, Role.PREFILL):
-        raise BadRequest(f"role: expected {Role.PREFILL}, or no role for an engine that decodes")
-    try:
-        if parse_dns(url) is None:
-            parse_upstream(url)
-    except ValueError as error:
-        raise BadRequest(f"url: {error}") from None
-    return Wanted(url, prefills=role is not None)
 
 
 def add(upstreams: Upstreams, request: Request) -> Response:

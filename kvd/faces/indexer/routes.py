@@ -7,11 +7,11 @@ from functools import partial
 
 import trio
 
-from kvd.errors import Invalid
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import health_route
 from kvd.faces.common.slices import sliced, whole
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
+from kvd.faces.indexer.registration import read_rank
 from kvd.faces.indexer.workers import listed
 from kvd.http.hot import HotHandler
 from kvd.http.limits import LONG_BODY_LIMIT
@@ -21,28 +21,12 @@ from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
-from kvd.index.registry import INDEXER, RegisteredRank, Registry, by_instance
-from kvd.model import RankKey
+from kvd.index.registry import INDEXER, Registry, by_instance
 from kvd.telemetry.metrics import Family, counter, gauge
 from kvd.telemetry.stretches import DUMP
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
 from kvd_core.json.scan import BodyScanner
 
-SALT = ("additional_salt", "additionalsalt")
-
-KEPT = ("endpoint", "replay_endpoint")
-REGISTERED = (
-    "instance_id",
-    "endpoint",
-    "model_name",
-    "block_size",
-    *bodies.TENANT,
-    "dp_rank",
-    "replay_endpoint",
-    "curve_server_key",
-    *SALT,
-)
-REGISTER = BodyScanner({}, REGISTERED)
 UNREGISTER = BodyScanner({}, ("instance_id", "model_name", *bodies.TENANT, "dp_rank"))
 RANK = BodyScanner({}, ("instance_id", "dp_rank", *bodies.PARTITION_MEMBERS))
 PEER = BodyScanner({}, ("url",))
@@ -99,34 +83,6 @@ def _admin(path: str, handler: Handler) -> Route:
 def register(registry: Registry, request: Request) -> Response:
     read_rank(request.body).register(registry)
     return Response(201, bodies.OK)
-
-
-def read_rank(body: bytes) -> RegisteredRank:
-    """Returns the rank that a registration describes."""
-    members = bodies.scan(REGISTER, body)
-    # Salts are only checked for their type: today's engines put salts in their events.
-    if all(name in members for name in SALT):
-        raise Invalid("`additional_salt` and `additionalsalt` are the same member")
-    for name in SALT:
-        bodies.optional_text(members, name)
-    for name in KEPT:
-        if (value := bodies.optional_text(members, name)) is not None:
-            bodies.bounded(value, name)
-    block_size = bodies.uint(members, "block_size", bodies.U32_MAX)
-    if block_size == 0:  # nothing would ever match
-        raise Invalid("block_size: expected a number greater than 0")
-    key = RankKey(
-        bodies.registered_partition(members),
-        bodies.uint(members, "instance_id", bodies.U64_MAX),
-        bodies.optional_uint(members, "dp_rank", bodies.U32_MAX) or 0,
-    )
-    return RegisteredRank(
-        key,
-        bodies.text(members, "endpoint"),
-        block_size,
-        bodies.optional_text(members, "replay_endpoint"),
-        bodies.optional_text(members, "curve_server_key"),
-    )
 
 
 async def unregister(registry: Registry, request: Request) -> Response:

@@ -17,13 +17,20 @@ from kvd.selection.phases import Phase
 from kvd.selection.policies import SHOWN, Policy
 from kvd.selection.requests import Retry
 from kvd.selection.service import Selections
+from kvd.selection.tuning import TuningKey, TuningPolicy
 from kvd.selection.worker_record import DEFAULT_MODEL
 from kvd.slots.live_requests import Receipt
+from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from kvd_core.selector.settings import Settings
 
 # Longest time that a body may give: sums of times stay finite, as JSON needs.
 MAX_MILLISECONDS = 2**53
+
+# What is tuned: a model, by its documented name or that of other routes, or one tenant of a model.
+TUNED = ("model", *bodies.PARTITION_MEMBERS)
+TUNED_POLICY = (*TUNED, "router_policy")
+POLICY = BodyScanner({}, TUNED_POLICY)
 
 
 def partition_key(members: bodies.Members) -> PartitionKey:
@@ -143,3 +150,19 @@ def policy_of(members: Mapping[str, Any], held: Settings | None) -> Policy:
         return Policy.parse(base).with_weights(changes)
     except (ValueError, Invalid) as error:
         raise Invalid(f"router_policy: {error}") from None
+
+
+def tuning_key(members: bodies.Members) -> TuningKey:
+    """Returns the model, and the tenant if the body names one, whose routing is changed."""
+    model = bodies.alias(members, "model", "model_name")
+    if model is None:
+        raise Invalid("missing member `model`")
+    return model, bodies.alias(members, *bodies.TENANT)
+
+
+def read_policy(body: bytes) -> TuningPolicy:
+    """Reads a body of POST /policy that names its policy, as an entry of a fleet file must."""
+    members = bodies.scan(POLICY, body)
+    key = tuning_key(members)
+    bodies.require(members, "router_policy")
+    return TuningPolicy(key, policy_of(members, None))

@@ -17,10 +17,14 @@ from kvd.faces.selection.members import number, texts, u32, u64
 from kvd.selection.admission import CatalogEntry
 from kvd.selection.worker_record import Role, WorkerLifecycle, WorkerRecord
 from kvd.selection.workers import Workers
+from kvd_core.json.scan import BodyScanner
 
 # Least speed of a worker in tokens a second: below it, times to the first token could be infinite,
 # which JSON cannot express.
 LEAST_TOKENS_PER_S = 0.001
+
+# Longest object or array of a record: endpoints of 4,096 ranks with 250 bytes each.
+MAX_NESTED_BYTES = 1_048_576
 
 # Most members of an object or array of a record: as many endpoints as a worker may have ranks. All
 # of them are read and checked, and later shown, without a pause.
@@ -28,6 +32,8 @@ MAX_MEMBERS = 4096
 
 ENFORCEMENTS = ("required", "preferred")  # of a kv_transfer_domain
 FIELDS = tuple(each.name for each in fields(WorkerRecord))
+REGISTERED = (*FIELDS, "routing_group")
+WORKER = BodyScanner({}, REGISTERED, nested_bytes=MAX_NESTED_BYTES)
 
 
 def rows(workers: Workers, entry: CatalogEntry) -> Iterator[dict[str, Any] | None]:
@@ -76,6 +82,16 @@ def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[s
             shown["output_token_s_per_request"] = decode.slope
             shown["decode_confidence"] = round(decode.confidence, 3)
         yield str(dp_rank), shown
+
+
+def read_worker(body: bytes) -> WorkerRecord:
+    """Returns the worker that a body, or an entry of a fleet file, describes."""
+    return record(bodies.scan(WORKER, body))
+
+
+def read_changes(body: bytes) -> dict[str, Any]:
+    """Returns the members of a record that a body changes: those given and not null."""
+    return changes(bodies.scan(WORKER, body))
 
 
 def record(members: bodies.Members) -> WorkerRecord:

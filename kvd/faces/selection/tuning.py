@@ -7,32 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.errors import BadRequest, Invalid
+from kvd.errors import BadRequest
 from kvd.faces.common import bodies
-from kvd.faces.selection.members import mode_of, number, policy_of
+from kvd.faces.selection.members import POLICY, TUNED, mode_of, number, policy_of, tuning_key
 from kvd.http.messages import Request, Response
 from kvd.selection.options import THRESHOLDS, RouterMode
 from kvd.selection.policies import MEMBERS, Policy, RouterPolicy, weights_of
 from kvd.selection.service import Selections
-from kvd.selection.tuning import TuningKey, TuningPolicy
+from kvd.selection.tuning import TuningKey
 from kvd_core.json.scan import BodyScanner
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 
 OFF = "off"  # the value of a threshold that is not applied
 
-
-MODEL = ("model", "model_name")  # the documented name, and that of the other routes
-
-BUSY = BodyScanner({}, ("model", *bodies.PARTITION_MEMBERS, *THRESHOLDS))
-MODE = BodyScanner({}, ("model", *bodies.PARTITION_MEMBERS, "router_mode"))
-POLICY_MEMBERS = ("model", *bodies.PARTITION_MEMBERS, "router_policy")
-POLICY = BodyScanner({}, POLICY_MEMBERS)
+BUSY = BodyScanner({}, (*TUNED, *THRESHOLDS))
+MODE = BodyScanner({}, (*TUNED, "router_mode"))
 
 
 def post_thresholds(request: Request, *, selections: Selections) -> Response:
     """Sets the given thresholds; answers those that now hold."""
     members = bodies.scan(BUSY, request.body)
-    key = _key(members)
+    key = tuning_key(members)
     changes = {
         name: _threshold(members, name) for name in THRESHOLDS if members.get(name) is not None
     }
@@ -59,7 +54,7 @@ def delete_thresholds(request: Request, *, selections: Selections) -> Response:
 def post_mode(request: Request, *, selections: Selections) -> Response:
     """Sets the router mode if one is given; answers the one that now holds."""
     members = bodies.scan(MODE, request.body)
-    key = _key(members)
+    key = tuning_key(members)
     if members.get("router_mode") is not None:
         selections.tuning.change(key, {"mode": mode_of(members).core})
     return bodies.json_response(_mode(selections, key))
@@ -85,19 +80,11 @@ def delete_mode(request: Request, *, selections: Selections) -> Response:
 def post_policy(request: Request, *, selections: Selections) -> Response:
     """Sets the router policy if one is given; answers the one that now holds."""
     members = bodies.scan(POLICY, request.body)
-    key = _key(members)
+    key = tuning_key(members)
     if members.get("router_policy") is not None:
         policy = policy_of(members, selections.tuning.settings(*key))
         selections.tuning.change(key, policy.row, whole=MEMBERS)
     return bodies.json_response(_policy(selections, key))
-
-
-def read_policy(body: bytes) -> TuningPolicy:
-    """Reads a body of `post_policy` that names its policy."""
-    members = bodies.scan(POLICY, body)
-    key = _key(members)
-    bodies.require(members, "router_policy")
-    return TuningPolicy(key, policy_of(members, None))
 
 
 def list_policies(request: Request, *, selections: Selections) -> Response:
@@ -153,13 +140,6 @@ def _threshold(members: bodies.Members, name: str) -> float | None:
     if not 0 <= value <= 1 and name == "active_decode_blocks_threshold":
         raise BadRequest(f"{name} must be from 0 to 1")
     return value
-
-
-def _key(members: bodies.Members) -> TuningKey:
-    model = bodies.alias(members, *MODEL)
-    if model is None:
-        raise Invalid("missing member `model`")
-    return model, bodies.alias(members, *bodies.TENANT)
 
 
 def _named(request: Request) -> TuningKey:

@@ -14,7 +14,7 @@ from kvd.faces.common import bodies
 from kvd.faces.common.slices import whole
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
-from kvd.faces.selection.records import FIELDS, changes, record, rows
+from kvd.faces.selection.records import read_changes, read_worker, record, rows
 from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
 from kvd.selection.admission import CatalogEntry
@@ -26,11 +26,6 @@ from kvd_core.json.scan import BodyScanner
 
 SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state, if it is on
 
-DESCRIBED = (*FIELDS, "routing_group")
-# Longest object or array of a worker: endpoints of 4,096 ranks with 250 bytes each.
-MAX_NESTED_BYTES = 1_048_576
-
-WORKER = BodyScanner({}, DESCRIBED, nested_bytes=MAX_NESTED_BYTES)
 WORKERS = BodyScanner({}, bodies.PARTITION_MEMBERS, ("workers",))
 
 # Workers of a set read between two checkpoints: 1 ms.
@@ -109,11 +104,6 @@ async def _row(selections: Selections, entry: CatalogEntry) -> Response:
     return bodies.json_response(found)
 
 
-def read_worker(body: bytes) -> WorkerRecord:
-    """Returns the worker that a body describes."""
-    return record(bodies.scan(WORKER, body))
-
-
 async def put_workers(request: Request, *, selections: Selections) -> Response:
     """Replaces all workers of a model and tenant by the given ones."""
     members = bodies.scan(WORKERS, request.body)
@@ -143,7 +133,7 @@ def _read(
 async def patch_worker(request: Request, *, selections: Selections) -> Response:
     """Changes the members that are given and not null."""
     worker_id = _path_id(request)
-    changed = changes(bodies.scan(WORKER, request.body))
+    changed = read_changes(request.body)
     for fixed in ("worker_id", "model_name", "tenant_id"):
         changed.pop(fixed, None)
     entry = await selections.workers.patch(worker_id, lambda known: replace(known, **changed))

@@ -16,20 +16,18 @@ from kvd.faces.slot_tracker.handlers import (
     PotentialLoadsHandler,
     PrefillCompleteHandler,
 )
+from kvd.faces.slot_tracker.registration import read_worker
 from kvd.http.hot import HotHandler
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.model import PartitionKey
-from kvd.slots.trackers import RegisteredWorker, SlotTrackers, Tracker, WorkerRow
+from kvd.slots.trackers import SlotTrackers, Tracker, WorkerRow
 from kvd_core.json.scan import BodyScanner
 
 # Workers in a list that are written between two checkpoints: at most about 1 ms.
 SLICE_ROWS = 128
 
-PARTITION_MEMBERS = bodies.PARTITION_MEMBERS
-REGISTERED = (*PARTITION_MEMBERS, "worker_id", "block_size", "dp_start", "dp_size")
-REGISTER = BodyScanner({}, REGISTERED)
-UNREGISTER = BodyScanner({}, (*PARTITION_MEMBERS, "worker_id"))
+UNREGISTER = BodyScanner({}, (*bodies.PARTITION_MEMBERS, "worker_id"))
 
 
 def routes(slots: SlotTrackers) -> tuple[Route, ...]:
@@ -64,18 +62,6 @@ async def register(slots: SlotTrackers, request: Request) -> Response:
     await slots.settled(worker.key)
     slots.register(*worker)
     return Response(201, bodies.OK)
-
-
-def read_worker(body: bytes) -> RegisteredWorker:
-    """Returns the worker that a registration describes."""
-    members = bodies.scan(REGISTER, body)
-    return RegisteredWorker(
-        bodies.registered_partition(members),
-        bodies.uint(members, "worker_id", bodies.U64_MAX),
-        bodies.uint(members, "block_size", bodies.U32_MAX),
-        bodies.uint(members, "dp_start", bodies.U32_MAX),
-        bodies.uint(members, "dp_size", bodies.U32_MAX),
-    )
 
 
 async def unregister(slots: SlotTrackers, request: Request) -> Response:
