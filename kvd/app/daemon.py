@@ -44,12 +44,12 @@ from kvd.config.reload import ConfigReader
 from kvd.diagnosis.doctor import Doctor
 from kvd.faces.common.diagnosis import diagnose_route, diagnoses_bound
 from kvd.faces.explain.routes import Explainer, explain_routes, explanations_bound
-from kvd.faces.gateway.engines import CALLS
 from kvd.faces.ui import ui_routes
 from kvd.faces.ui.picture import Picture
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import ProcessIdentity
+from kvd.gateway.upstreams import CALLS
 from kvd.http.idle_poll import busy_wait_families
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import confirm_restored, recover

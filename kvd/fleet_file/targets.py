@@ -12,7 +12,7 @@ import trio
 
 from kvd.errors import Conflict
 from kvd.gateway.dns_names import MEET_S, Wanted
-from kvd.gateway.upstreams import Upstreams
+from kvd.gateway.upstreams import FLEET_FILE, Upstreams
 from kvd.index.publishers import Described, Narrowing, Publisher, Publishers
 from kvd.index.registry import INDEXER, RegisteredRank, Registration, Registry
 from kvd.replica_sync.replicas import RegisteredReplica, Replicas
@@ -22,8 +22,6 @@ from kvd.selection.workers import Workers
 from kvd.slots.trackers import RegisteredWorker, SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.wire.replica import Replica
-
-FILE = "fleet file"  # the owner of the engines that the fleet file names
 
 log = get_logger(__name__)
 
@@ -133,7 +131,7 @@ class UpstreamTarget(_Target):
 
     removes_last = True
 
-    def __init__(self, upstreams: Upstreams, owner: str = FILE) -> None:
+    def __init__(self, upstreams: Upstreams, owner: str = FLEET_FILE) -> None:
         self._upstreams = upstreams
         self._owner = owner
 

@@ -58,7 +58,11 @@ HEALTH_BYTES = 64 * 1024  # bytes of an answer to a health check
 MAX_UPSTREAMS = 4096
 
 DEFAULT_TLS = UpstreamTls()
-SETTINGS = "settings"  # the owner of the engines that the settings name
+# The owners of engines and of names; a name owns the engines that it leads to, by its URL.
+SETTINGS = "settings"
+CALLS = "calls"  # POST /upstreams
+FLEET_FILE = "fleet file"
+
 DISAGREE = (
     "tokens and events do not agree: what it computed for a prompt of its own tokens was not in "
     "its events, so what it caches is predicted. Is its event endpoint another engine's?"

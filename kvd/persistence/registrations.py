@@ -22,13 +22,12 @@ import trio
 
 from kvd.config.load import Config
 from kvd.errors import KvdError
-from kvd.faces.gateway.engines import CALLS
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.none import FleetFile
 from kvd.fleet_file.parse import TABLES
 from kvd.fleet_file.rows import OF_TABLE
 from kvd.gateway.dns_names import Wanted
-from kvd.gateway.upstreams import Upstreams
+from kvd.gateway.upstreams import CALLS, Upstreams
 from kvd.index.peers import Peers
 from kvd.index.publishers import EVERY_INSTANCE, Described, Publishers
 from kvd.index.registry import INDEXER, RegisteredRank, Registry

@@ -9,11 +9,9 @@ from kvd.faces.common import bodies
 from kvd.faces.gateway.registration import read_upstream
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstream import Upstream
-from kvd.gateway.upstreams import Upstreams
+from kvd.gateway.upstreams import CALLS, Upstreams
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
-
-CALLS = "calls"  # the owner of engines that POST /upstreams has added
 
 
 def upstream_routes(upstreams: Upstreams) -> tuple[Route, ...]:
