@@ -22,14 +22,11 @@ from kvd.shared_state.entries import (
     last_of,
     read_entry,
 )
-from kvd.shared_state.fleet import KnownFleet
-from kvd.shared_state.keys import Keys
+from kvd.shared_state.known import KnownState
 from kvd.shared_state.members import Member
 from kvd.shared_state.merge import Merge
-from kvd.shared_state.mirror import Mirror
-from kvd.shared_state.outbox import Outbox
-from kvd.shared_state.server import Client, ServerClock
-from kvd.shared_state.views import ViewStats, read_head, read_pieces
+from kvd.shared_state.server import ServerLink
+from kvd.shared_state.views import read_head, read_pieces
 from kvd.telemetry.logs import get_logger
 
 READ_PAUSE_S = 0.005  # pause after steps were read
@@ -55,28 +52,22 @@ class StreamReader:
 
     def __init__(
         self,
-        client: Client,
-        keys: Keys,
-        clock: ServerClock,
-        mirror: Mirror,
-        outbox: Outbox,
-        at_rest: trio.Lock,
-        fleet: KnownFleet,
-        view_stats: ViewStats,
+        link: ServerLink,
+        known: KnownState,
         want_view: Callable[[], None],
-        lease_s: float,
     ) -> None:
-        self._client = client
-        self._keys = keys
-        self._clock = clock
-        self._mirror = mirror
-        self._progress = mirror.progress
-        self._outbox = outbox
-        self._at_rest = at_rest
-        self._fleet = fleet
-        self._view_stats = view_stats
+        """Calls `want_view` when another process asks for our view."""
+        self._client = link.client
+        self._keys = link.keys
+        self._clock = link.clock
+        self._lease_s = link.lease_s
+        self._mirror = known.mirror
+        self._progress = known.mirror.progress
+        self._outbox = known.outbox
+        self._at_rest = known.at_rest
+        self._fleet = known.fleet
+        self._view_stats = known.views.stats
         self._want_view = want_view
-        self._lease_s = lease_s
         self._request_at: dict[str, float] = {}  # by writer: when its view may be requested again
         self._behind_since: dict[str, float] = {}
         self._expected: list[Announced] = []  # of a tick ago

@@ -30,7 +30,7 @@ Client = Redis[bytes] | RedisCluster[bytes]
 ServerError = (OSError, RedisError)
 
 CONNECT_S = 2.0  # longest time that the server may take to accept a connection
-ANSWER = 0.3  # leases that the server may take to answer; more than NEWS, its wait for entries
+ANSWER = 0.3  # leases that the server may take to answer; more than ENTRY_WAIT of the reader
 
 # Difference from which the server's clock counts as set anew: ages are off by less until then.
 CLOCK_STEP_S = 0.5
@@ -143,6 +143,17 @@ class ServerClock:
     def ours(self, moment: float) -> float:
         """Returns a moment of the server's clock by ours; it is not in the future."""
         return min(trio.current_time(), moment - self.ahead_s)
+
+
+class ServerLink:
+    """A connection to the server, with what its commands need."""
+
+    def __init__(self, client: Client, keys: Keys, lease_s: float) -> None:
+        """A process counts as gone when it has not announced itself for `lease_s`."""
+        self.client = client
+        self.keys = keys
+        self.lease_s = lease_s
+        self.clock = ServerClock(client, keys)
 
 
 async def write_rows(client: Client, keys: Keys, rows: Mapping[str, bytes]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from dataclasses import fields
 from secrets import token_hex
 from typing import Any, NoReturn
 
@@ -22,19 +21,21 @@ from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.service import Selections
 from kvd.shared_state.booked import BOUND, BookedHere, Faces
-from kvd.shared_state.catalog import Catalog, CatalogStats
+from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.fleet import KnownFleet
 from kvd.shared_state.keys import Keys
+from kvd.shared_state.known import KnownState
+from kvd.shared_state.metrics import shared_state_families
 from kvd.shared_state.mirror import Mirror
 from kvd.shared_state.outbox import Outbox
-from kvd.shared_state.server import ServerError, connected
+from kvd.shared_state.server import ServerError, ServerLink, connected
 from kvd.shared_state.session import Session
 from kvd.shared_state.views import Views
 from kvd.shared_state.writer import FLUSH_S
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
-from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.telemetry.metrics import Family
 from kvd.wire import affinity as sessions
 from kvd.wire.affinity import Bound
 from kvd.wire.lifecycle import Face
@@ -75,17 +76,16 @@ class SharedState:
         self._served = served
         self._journal = journal
         self._deduplicator = deduplicator
-        self._at_rest = trio.Lock()
-        self._catalog = catalog
-        affinity = selections.affinity
+        affinity, at_rest = selections.affinity, trio.Lock()
         here = BookedHere(faces, affinity, journal, trio.current_time)
-        self._mirror = Mirror(writer, here, deduplicator, served.serves, trio.current_time)
-        self._outbox = Outbox(journal, self._mirror, ledgers, faces)
-        self._views = Views(
-            self._mirror, self._outbox, faces, affinity, served.listed, self._at_rest
-        )
+        mirror = Mirror(writer, here, deduplicator, served.serves, trio.current_time)
+        outbox = Outbox(journal, mirror, ledgers, faces)
+        views = Views(mirror, outbox, faces, affinity, served.listed, at_rest)
+        self._known = KnownState(mirror, outbox, views, catalog, KnownFleet(served), at_rest)
+        self._mirror = mirror
+        self._outbox = outbox
+        self._fleet = self._known.fleet
         self._shared_until = shared_until
-        self._fleet = KnownFleet(served)
         self._stopping = trio.Event()
         self._ended = trio.Event()
         self._joined = trio.Event()  # the state of the others has been read
@@ -103,7 +103,7 @@ class SharedState:
         self._mirror.note_restored()
         self._deduplicator.resume()
         self._outbox.introduce()
-        await self._catalog.note_restored()
+        await self._known.catalog.note_restored()
 
     async def run(self) -> None:
         """Keeps a session with the server until `finish`."""
@@ -126,19 +126,12 @@ class SharedState:
             try:
                 async with connected(self._server) as client:
                     session = Session(
-                        client,
-                        self._keys,
-                        self._mirror,
-                        self._outbox,
-                        self._views,
-                        self._catalog,
-                        self._at_rest,
-                        self._fleet,
+                        ServerLink(client, self._keys, lease_s),
+                        self._known,
                         self._shared_until.note,
                         platform.node(),
                         self._server.advertised,
                         self._served.listed,
-                        lease_s,
                     )
                     await session.run(self._welcome, self._stopping)
             except* ServerError as faults:
@@ -205,69 +198,7 @@ class SharedState:
 
     def families(self) -> Iterator[Family]:
         """Yields the families of /metrics."""
-        fleet, mirror, outbox = self._fleet, self._mirror, self._outbox
-        stats, of_mirror, of_views = fleet.stats, mirror.stats, self._views.stats
-        progress = mirror.progress
-        help = "Whether the server of the shared state is connected"
-        yield gauge("kvd_shared_state_connected", help, int(fleet.is_connected))
-        help = "Number of other processes that share this state"
-        yield gauge("kvd_shared_state_replicas", help, len(fleet.members))
-        help = "Number of other processes whose latest steps have not arrived here"
-        yield gauge("kvd_shared_state_behind", help, len(progress.behind))
-        help = "Number of live requests whose rank is not registered here"
-        yield gauge("kvd_shared_state_waiting_requests", help, len(mirror.waiting))
-        help = "Total size of the steps that wait for the server in bytes"
-        yield gauge("kvd_shared_state_unsent_bytes", help, len(outbox))
-        help = "Number of connections to the server that were lost"
-        yield counter("kvd_shared_state_losses_total", help, self._losses)
-        for name, help, count in (
-            ("entries_written", "Number of entries written to the stream", stats.entries_written),
-            ("entries_read", "Number of entries read from the stream", stats.entries_read),
-            ("bytes_written", "Total size of the steps written in bytes", stats.bytes_written),
-            ("bytes_read", "Total size of the steps read in bytes", stats.bytes_read),
-            ("unreadable", "Number of entries and views that could not be read", stats.unreadable),
-            (
-                "unknown_form",
-                "Number of entries skipped because another version wrote them",
-                stats.unknown_form,
-            ),
-            ("refused", "Number of writes that the server refused", stats.refused),
-            (
-                "wrong_keys",
-                "Number of tries to connect that found a key of another program on the server",
-                stats.wrong_keys,
-            ),
-            ("lost_stream", "Number of times that the server had lost entries", stats.lost_stream),
-            ("given_up", "Number of gaps given up because their process is gone", stats.given_up),
-            ("steps", "Number of steps of other processes applied", of_mirror.steps),
-            ("bookings", "Number of requests of other processes booked", of_mirror.bookings),
-            ("ended", "Number of requests that a view showed to have ended", of_mirror.ended),
-            ("replaced", "Number of bookings that gave way to an earlier one", of_mirror.replaced),
-            (
-                "left_out",
-                "Number of requests of other processes not booked because a limit was reached",
-                mirror.left_out,
-            ),
-            ("gaps", "Number of gaps in the steps of other processes", progress.gaps),
-            (
-                "holes",
-                "Number of times that steps of this process were dropped because too many waited",
-                outbox.holes,
-            ),
-            ("views_read", "Number of views of other processes merged", of_mirror.views),
-            ("views_written", "Number of views written", of_views.written),
-            ("view_bytes_written", "Total size of written views in bytes", of_views.written_bytes),
-            ("view_bytes_read", "Total size of views read in bytes", of_views.read_bytes),
-        ):
-            yield counter(f"kvd_shared_state_{name}_total", help, count)
-        help = "Number of shared registrations, by outcome"
-        yield by_label(
-            "kvd_shared_registrations_total",
-            "counter",
-            help,
-            "outcome",
-            {each.name: getattr(self._catalog.stats, each.name) for each in fields(CatalogStats)},
-        )
+        return shared_state_families(self._known, self._losses)
 
 
 def _first(faults: BaseException) -> BaseException:

@@ -24,15 +24,10 @@ import trio
 
 from kvd.persistence.bookings import SharedPoint
 from kvd.shared_state import members
-from kvd.shared_state.catalog import Catalog
-from kvd.shared_state.fleet import KnownFleet
-from kvd.shared_state.keys import Keys
+from kvd.shared_state.known import KnownState
 from kvd.shared_state.members import Member
-from kvd.shared_state.mirror import Mirror
-from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.reader import StreamReader
-from kvd.shared_state.server import Client, ServerClock, WrongKey, check_types
-from kvd.shared_state.views import Views
+from kvd.shared_state.server import ServerLink, WrongKey, check_types
 from kvd.shared_state.writer import StreamWriter
 
 VIEW_EVERY_S = 60.0  # greatest age of our view while anything changes
@@ -46,60 +41,37 @@ class Session:
 
     def __init__(
         self,
-        client: Client,
-        keys: Keys,
-        mirror: Mirror,
-        outbox: Outbox,
-        views: Views,
-        catalog: Catalog,
-        at_rest: trio.Lock,
-        fleet: KnownFleet,
+        link: ServerLink,
+        known: KnownState,
         note_shared: Callable[[SharedPoint], None],
         name: str,
         address: str | None,
         served: Collection[tuple[str, str | None]],
-        lease_s: float,
     ) -> None:
-        self._client = client
-        self._keys = keys
-        self._mirror = mirror
-        self._progress = mirror.progress
-        self._outbox = outbox
-        self._views = views
-        self._catalog = catalog
-        self._at_rest = at_rest
-        self._fleet = fleet
+        """Announces this process by a `name`, the `address` of its index, and what is `served`.
+
+        `address` is None if its index is not offered; `served` has models and tenants, none of
+        which means all. `note_shared` gets each point up to which all steps are on the server.
+        """
+        self._client = link.client
+        self._keys = link.keys
+        self._clock = link.clock
+        self._lease_s = link.lease_s
+        self._mirror = known.mirror
+        self._progress = known.mirror.progress
+        self._outbox = known.outbox
+        self._views = known.views
+        self._catalog = known.catalog
+        self._at_rest = known.at_rest
+        self._fleet = known.fleet
         self._name = name
         self._address = address
         self._served = tuple(served)
-        self._lease_s = lease_s
-        self._clock = ServerClock(client, keys)
-        self._writer = StreamWriter(
-            client,
-            keys,
-            self._clock,
-            self._progress,
-            outbox,
-            fleet,
-            self._want_view,
-            note_shared,
-            lease_s,
-        )
-        self._reader = StreamReader(
-            client,
-            keys,
-            self._clock,
-            mirror,
-            outbox,
-            at_rest,
-            fleet,
-            views.stats,
-            self._want_view,
-            lease_s,
-        )
+        self._writer = StreamWriter(link, known, self._want_view, note_shared)
+        self._reader = StreamReader(link, known, self._want_view)
         self._viewed_at = -VIEW_EVERY_S
         self._viewed_numbers: dict[str, int] = {}
-        self._viewed_entries = fleet.stats.entries_read  # entries read before our last view
+        self._viewed_entries = known.fleet.stats.entries_read  # entries read before our last view
         self._view_wanted = trio.Event()  # a new view of ours is wanted
         self._rebooked_at: int | None = None  # the catalog's `changes` at the last rebooking
 

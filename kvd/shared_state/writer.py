@@ -9,11 +9,8 @@ import trio
 from coredis.tokens import PureToken
 
 from kvd.persistence.bookings import SharedPoint
-from kvd.shared_state.fleet import KnownFleet
-from kvd.shared_state.keys import Keys
-from kvd.shared_state.outbox import Outbox
-from kvd.shared_state.progress import Progress
-from kvd.shared_state.server import Client, ServerClock
+from kvd.shared_state.known import KnownState
+from kvd.shared_state.server import ServerLink
 
 FLUSH_S = 0.01  # pause between two writes: a command takes 0.2 ms of CPU, however many steps it has
 WRITE_AGAIN = 0.1  # leases before a refused write is tried again
@@ -24,26 +21,22 @@ class StreamWriter:
 
     def __init__(
         self,
-        client: Client,
-        keys: Keys,
-        clock: ServerClock,
-        progress: Progress,
-        outbox: Outbox,
-        fleet: KnownFleet,
+        link: ServerLink,
+        known: KnownState,
         want_view: Callable[[], None],
         note_shared: Callable[[SharedPoint], None],
-        lease_s: float,
     ) -> None:
-        self._client = client
-        self._keys = keys
-        self._clock = clock
-        self._progress = progress
-        self._outbox = outbox
-        self._fleet = fleet
+        """Calls `want_view` when steps were dropped, `note_shared` when all are on the server."""
+        self._client = link.client
+        self._keys = link.keys
+        self._clock = link.clock
+        self._lease_s = link.lease_s
+        self._progress = known.mirror.progress
+        self._outbox = known.outbox
+        self._fleet = known.fleet
         self._want_view = want_view
         self._note_shared = note_shared
-        self._lease_s = lease_s
-        self._holes = outbox.holes  # number of holes for which a view has been requested
+        self._holes = known.outbox.holes  # number of holes for which a view has been requested
 
     async def run(self) -> NoReturn:
         while True:

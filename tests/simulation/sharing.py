@@ -17,8 +17,10 @@ from kvd.shared_state.booked import BookedHere, Faces
 from kvd.shared_state.catalog import Catalog
 from kvd.shared_state.fleet import KnownFleet
 from kvd.shared_state.keys import Keys
+from kvd.shared_state.known import KnownState
 from kvd.shared_state.mirror import Mirror
 from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.server import ServerLink
 from kvd.shared_state.session import Session
 from kvd.shared_state.views import Views
 from kvd.slots.rebooking import Booking, rebook
@@ -80,13 +82,14 @@ class Replica:
         here = BookedHere(faces, None, journal, trio.current_time)
         self.mirror = Mirror(name, here, self.deduplicator, lambda key: True, trio.current_time)
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
-        self._at_rest = trio.Lock()
-        self.views = Views(self.mirror, self.outbox, faces, None, [], self._at_rest)
+        at_rest = trio.Lock()
+        self.views = Views(self.mirror, self.outbox, faces, None, [], at_rest)
         self.shared = SharedUntil(None)
-        self.standing = KnownFleet(ServedModels())
-        self._catalog = (
+        self.fleet = KnownFleet(ServedModels())
+        catalog: Any = (
             OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
         )
+        self.known = KnownState(self.mirror, self.outbox, self.views, catalog, self.fleet, at_rest)
         self._scope = trio.CancelScope()
         for number in range(restored):
             self.book(f"old{number}", 0, list(range(128)))
@@ -102,7 +105,7 @@ class Replica:
     def _restore(self, before: Replica) -> None:
         """Books the live requests of another process, as a state directory restores them."""
         self.shared.last = before.shared.last
-        self.standing.note_restored(self.shared.last)
+        self.fleet.note_restored(self.shared.last)
         records, after = Journal(1 << 20), 0
         while after is not None:
             after = before.tracker.ledger.export(records, after, 1 << 20)
@@ -115,21 +118,8 @@ class Replica:
     async def run(self) -> None:
         with trio.CancelScope() as self._scope:
             while True:
-                session = Session(
-                    self.server,  # type: ignore[arg-type]
-                    Keys("kvd"),
-                    self.mirror,
-                    self.outbox,
-                    self.views,
-                    self._catalog,
-                    self._at_rest,
-                    self.standing,
-                    self.shared.note,
-                    self.name,
-                    None,
-                    [],
-                    LEASE_S,
-                )
+                link = ServerLink(self.server, Keys("kvd"), LEASE_S)  # type: ignore[arg-type]
+                session = Session(link, self.known, self.shared.note, self.name, None, [])
                 try:
                     await session.run(lambda: None, trio.Event())
                 except* OSError:

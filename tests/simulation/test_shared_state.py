@@ -104,7 +104,7 @@ async def test_what_is_booked_while_old_requests_are_looked_through_stays(
     [first] = scene.start("first")
     await trio.sleep(5)
     [back] = scene.make("back", room=1 << 24, restored=1000)
-    back.standing.note_restored(SharedPoint(trio.current_time() + 1, {}))
+    back.fleet.note_restored(SharedPoint(trio.current_time() + 1, {}))
     made = 0
     drop = back.mirror.drop_unknown
 
@@ -133,7 +133,7 @@ async def test_what_nobody_was_told_of_has_not_ended_elsewhere(
     first.book("r0", 0, [1])
     await trio.sleep(5)
     [back] = scene.make("back", restored=5)
-    back.standing.note_restored(SharedPoint(trio.current_time() - 1, {}) if has_shared else None)
+    back.fleet.note_restored(SharedPoint(trio.current_time() - 1, {}) if has_shared else None)
     scene.run(back)
     await trio.sleep(20)
     assert count(back, "old", 5) == count(first, "old", 5) == 5
@@ -234,7 +234,7 @@ async def test_an_entry_is_read_again_if_the_session_ends_before_it_is_applied(
     """Its writer is gone then, and no view has it: only the stream does."""
     here, there = scene.start("here", "there")
     await trio.sleep(5)
-    async with here._at_rest:
+    async with here.known.at_rest:
         there.book("r0", 0, [1])
         await trio.sleep(0.1)
         there.kill()
@@ -402,4 +402,4 @@ async def test_a_server_that_has_everything_is_not_read_again(
     for number in range(1000):
         replicas[number % 2].book(f"r{number}", 0, [number])
         await trio.sleep(0.01)
-    assert [each.standing.stats.lost_stream for each in replicas] == [0, 0]
+    assert [each.fleet.stats.lost_stream for each in replicas] == [0, 0]

@@ -1,0 +1,25 @@
+"""What outlives a session, and the next one begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from kvd.shared_state.catalog import Catalog
+from kvd.shared_state.fleet import KnownFleet
+from kvd.shared_state.mirror import Mirror
+from kvd.shared_state.outbox import Outbox
+from kvd.shared_state.views import Views
+
+
+@dataclass(frozen=True, slots=True)
+class KnownState:
+    """This process's part of the shared state, and what it knows of the others."""
+
+    mirror: Mirror
+    outbox: Outbox
+    views: Views
+    catalog: Catalog
+    fleet: KnownFleet
+    at_rest: trio.Lock  # held while an entry is applied, from its first step to its last
