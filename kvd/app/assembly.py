@@ -17,6 +17,7 @@ from kvd.app.apis import Components, Gateway
 from kvd.app.ports import Ports
 from kvd.config.errors import StartError
 from kvd.config.load import Config
+from kvd.config.reload import ConfigReader
 from kvd.diagnosis.gathering import DiagnosedParts
 from kvd.faces.ui.picture import PicturedParts
 from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
@@ -33,6 +34,7 @@ from kvd.persistence.directory import StateDirectory
 from kvd.persistence.none import NoKeeper
 from kvd.persistence.registrations import Faces, Registrations
 from kvd.persistence.store import Keeper, StateStore
+from kvd.platform.activation import PassedSockets
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.selection.decisions import DecisionLog
 from kvd.selection.readiness import Readiness
@@ -59,6 +61,27 @@ class DescriptorBounds:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """What a process begins with."""
+
+    config: Config
+    reader: ConfigReader  # reads the configuration again
+    bounds: DescriptorBounds
+    passed: PassedSockets
+    identity: ProcessIdentity | None = None  # among several gateway processes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What is opened before the parts are made, and closed after they have ended."""
+
+    ports: Ports
+    context: Context
+    decisions: RotatingWriter | None  # the decision log
+    store: StateStore | None
+
+
+@dataclass(frozen=True, slots=True)
 class Accounts:
     """The ledgers of all faces, and what records their bookings."""
 
@@ -81,16 +104,14 @@ def accounts_of(config: Config, store: StateStore | None) -> Accounts:
 
 
 def components(
-    config: Config,
-    bounds: DescriptorBounds,
-    ports: Ports,
+    start: Start,
+    opened: Opened,
     listeners: ListenerTasks,
-    context: Context,
     listening: trio.Nursery,
-    identity: ProcessIdentity | None,
     accounts: Accounts,
 ) -> Components:
     """Returns the parts that the faces serve, all empty; tasks for replicas run in `listening`."""
+    config, bounds, ports = start.config, start.bounds, opened.ports
     clock = trio.lowlevel.current_clock().current_time  # two calls less than trio.current_time
     chronicle = None
     if config.index_chronicle:
@@ -125,8 +146,8 @@ def components(
         publishers,
         slots,
         selections,
-        ports.sync.start(listening, context, slots, selections, accounts.deduplicator),
-        Gateway(config, selections, registry, ports.dialer, identity),
+        ports.sync.start(listening, opened.context, slots, selections, accounts.deduplicator),
+        Gateway(config, selections, registry, ports.dialer, start.identity),
     )
 
 
@@ -166,7 +187,7 @@ def pictured(parts: Components, ports: Ports) -> PicturedParts:
     )
 
 
-def open_store(config: Config, opened: ExitStack) -> StateStore | None:
+def open_store(config: Config, stack: ExitStack) -> StateStore | None:
     """Opens the state directory if one is set; raises StartError."""
     path = config.state_dir
     if path is None:
@@ -177,7 +198,7 @@ def open_store(config: Config, opened: ExitStack) -> StateStore | None:
         reason = error.strerror or str(error)
         raise StartError(f"state_dir: cannot use {path}: {reason}") from None
     store = StateStore(directory, config.snapshot_s)
-    opened.callback(store.close)
+    stack.callback(store.close)
     return store
 
 
@@ -221,7 +242,7 @@ def keeper_of(
     )
 
 
-def open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | None:
+def open_decision_log(config: Config, stack: ExitStack) -> RotatingWriter | None:
     """Opens the decision log if one is set and this process decides; raises StartError."""
     path = config.decision_log
     chooses = config.gateway_bind is not None and config.gateway_kvd is None
@@ -232,7 +253,7 @@ def open_decision_log(config: Config, opened: ExitStack) -> RotatingWriter | Non
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartError(f"decision_log: cannot write {path}: {reason}") from None
-    opened.callback(writer.close, DECISION_LOG_CLOSE_S)
+    stack.callback(writer.close, DECISION_LOG_CLOSE_S)
     return writer
 
 

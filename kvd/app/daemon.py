@@ -33,6 +33,7 @@ import trio
 
 from kvd._version import VERSION
 from kvd.app import assembly, control
+from kvd.app.assembly import Opened, Start
 from kvd.app.index_full_log import IndexFullLog
 from kvd.app.ports import Ports
 from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
@@ -55,7 +56,6 @@ from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import confirm_restored, recover
 from kvd.net.zsocket import make_context
 from kvd.persistence.registrations import Registrations
-from kvd.persistence.store import StateStore
 from kvd.platform import activation, sdnotify
 from kvd.platform.descriptors import (
     LEAST,
@@ -71,11 +71,9 @@ from kvd.shared_state.none import NoSharedState
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge, stretch_families
-from kvd.telemetry.rotating import RotatingWriter
 from kvd.telemetry.stretches import RECOVERY, UNREGISTRATION, stretches_counted
 
 if TYPE_CHECKING:
-    from kvd.net.zsocket import Context
     from kvd.shared_state.service import SharedState
 
 # Steps of a sweep's slice, each at most about 0.1 µs: the memory of a removed or cleared rank comes
@@ -142,25 +140,18 @@ def run(
         closing(Signals(signal.SIGTERM, signal.SIGINT)) as ends,
         closing(Signals(*hangup)) as reloads,
     ):
-        return trio.run(serve, config, reader, bounds, passed, ends, reloads, identity)
+        start = Start(config, reader, bounds, passed, identity)
+        return trio.run(serve, start, ends, reloads)
 
 
-async def serve(
-    config: Config,
-    reader: ConfigReader,
-    bounds: assembly.DescriptorBounds,
-    passed: activation.PassedSockets,
-    ends: Signals,
-    reloads: Signals,
-    identity: ProcessIdentity | None = None,
-) -> int:
+async def serve(start: Start, ends: Signals, reloads: Signals) -> int:
     """Serves until a signal of `ends` comes and returns the exit code; raises StartError."""
     stop = Stop()
     fault: StartError | None = None
     async with trio.open_nursery() as root:
         root.start_soon(stop.watch, ends)
         try:
-            await _open_and_serve(config, reader, bounds, passed, reloads, stop, identity)
+            await _open_and_serve(start, reloads, stop)
         except StartError as error:  # raised below, where no nursery makes a group of it
             fault = error
         root.cancel_scope.cancel()
@@ -170,40 +161,21 @@ async def serve(
     return 0
 
 
-async def _open_and_serve(
-    config: Config,
-    reader: ConfigReader,
-    bounds: assembly.DescriptorBounds,
-    passed: activation.PassedSockets,
-    reloads: Signals,
-    stop: Stop,
-    identity: ProcessIdentity | None,
-) -> None:
-    context = make_context()
-    with ExitStack() as opened:
-        opened.callback(context.destroy, linger=0)
+async def _open_and_serve(start: Start, reloads: Signals, stop: Stop) -> None:
+    config, context = start.config, make_context()
+    with ExitStack() as stack:
+        stack.callback(context.destroy, linger=0)
         ports = Ports(config)
         with stop.interruptible():
-            await ports.open(opened, config, reader.environ, passed, context)
+            await ports.open(stack, config, start.reader.environ, start.passed, context)
         if stop.is_requested:
             return
         warn_of_secrets(config)
-        decisions = assembly.open_decision_log(config, opened)
-        store = assembly.open_store(config, opened)
+        decisions = assembly.open_decision_log(config, stack)
+        opened = Opened(ports, context, decisions, assembly.open_store(config, stack))
         async with trio.open_nursery() as background:
             async with trio.open_nursery() as listening:
-                daemon = _Daemon(
-                    config,
-                    reader,
-                    bounds,
-                    ports,
-                    context,
-                    listening,
-                    stop,
-                    decisions,
-                    identity,
-                    store,
-                )
+                daemon = _Daemon(start, opened, listening, stop)
                 daemon.run_in(background, reloads)
                 await daemon.serve(listening, background)
                 listening.cancel_scope.cancel()
@@ -217,19 +189,8 @@ class _Daemon:
     In place of a part that the settings leave out there is one that does nothing.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        reader: ConfigReader,
-        bounds: assembly.DescriptorBounds,
-        ports: Ports,
-        context: Context,
-        listening: trio.Nursery,
-        stop: Stop,
-        decisions: RotatingWriter | None,
-        identity: ProcessIdentity | None,
-        store: StateStore | None,
-    ) -> None:
+    def __init__(self, start: Start, opened: Opened, listening: trio.Nursery, stop: Stop) -> None:
+        config, ports, decisions = start.config, opened.ports, opened.decisions
         self._stop = stop
         self._ports = ports
         self._heaps = Heaps()
@@ -238,7 +199,7 @@ class _Daemon:
         self._recovered = trio.Event()  # also set if recovery was given up, or had no peer
         self._listeners = ListenerTasks(
             listening,
-            context,
+            opened.context,
             self._gate,
             config.engine_link,
             config.replays,
@@ -246,14 +207,14 @@ class _Daemon:
             begin=self._serving,
             space=ports.space,
         )
-        accounts = assembly.accounts_of(config, store)
-        self._parts = assembly.components(
-            config, bounds, ports, self._listeners, context, listening, identity, accounts
-        )
+        accounts = assembly.accounts_of(config, opened.store)
+        self._parts = assembly.components(start, opened, self._listeners, listening, accounts)
         self._targets = ports.apis.targets(self._parts)
         self._fleet = assembly.fleet_file_of(config, ports, self._targets)
         registrations = assembly.registrations_of(self._parts, config, self._fleet)
-        self._keeper = assembly.keeper_of(store, self._parts, accounts.ledgers, registrations)
+        self._keeper = assembly.keeper_of(
+            opened.store, self._parts, accounts.ledgers, registrations
+        )
         self._shared = self._share(config, accounts, registrations)
         self._diagnoses = diagnoses_bound()
         self._explanations = explanations_bound()
@@ -261,7 +222,7 @@ class _Daemon:
         self._doctor = Doctor(diagnosed, ports.dialer, trio.current_time(), self._shared.shown)
         self._picture = Picture(assembly.pictured(self._parts, ports))
         self._reloader = Reloader(
-            config, reader, stop, ports, self._parts, self._listeners, self._fleet
+            config, start.reader, stop, ports, self._parts, self._listeners, self._fleet
         )
         # Metrics of the process, shown in /metrics of every face.
         self._sources: list[Source] = [
@@ -276,8 +237,8 @@ class _Daemon:
             self._keeper.families,
             self._shared.families,
         ]
-        if identity is not None:
-            self._sources.append(identity.families)
+        if start.identity is not None:
+            self._sources.append(start.identity.families)
         if decisions is not None:
             self._sources.append(
                 assembly.log_decisions(decisions, self._parts.selections, config).families

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.abc
 
-from kvd.app.assembly import DescriptorBounds
+from kvd.app.assembly import DescriptorBounds, Start
 from kvd.app.daemon import serve
 from kvd.config.load import load
 from kvd.config.parsers import OFF, Binds, TcpBind
@@ -56,7 +56,8 @@ class Mute(trio.abc.HostnameResolver):
 )
 async def test_a_name_that_is_looked_up_holds_up_no_stop(settings: dict[str, object]) -> None:
     given: dict[str, object] = dict.fromkeys(FACE_BINDS, OFF) | settings
-    config, reader, bounds = load(given, {}), ConfigReader(given, {}), DescriptorBounds(100, 100)
+    bounds = DescriptorBounds(100, 100)
+    start = Start(load(given, {}), ConfigReader(given, {}), bounds, PassedSockets())
     trio.socket.set_custom_hostname_resolver(resolver := Mute())
     codes = []
 
@@ -64,7 +65,7 @@ async def test_a_name_that_is_looked_up_holds_up_no_stop(settings: dict[str, obj
     with closing(Signals(signal.SIGUSR1)) as ends, closing(Signals()) as reloads:
 
         async def run() -> None:
-            codes.append(await serve(config, reader, bounds, PassedSockets(), ends, reloads))
+            codes.append(await serve(start, ends, reloads))
 
         with trio.fail_after(STOP_DEADLINE_S):
             async with trio.open_nursery() as nursery:
