@@ -22,6 +22,14 @@ def gateway_families(
     stats: GatewayStats,
 ) -> Iterator[Family]:
     """Yields the metrics of requests, of engines and of the relay."""
+    yield from _request_families(stats)
+    yield from _token_families(stats)
+    yield from _memory_families(tokens, chains, stats)
+    yield from _engine_families(upstreams)
+    yield from _relay_families(exchanges)
+
+
+def _request_families(stats: GatewayStats) -> Iterator[Family]:
     of_requests = (
         ("relayed_requests", "requests for engines, by how they ended", "outcome", stats.ended),
         ("refusals", "requests that the gateway refused, by code", "code", stats.errors),
@@ -50,6 +58,10 @@ def gateway_families(
     for name, what, label, values in of_requests:
         help = f"Number of {what}"
         yield by_label(f"kvd_gateway_{name}_total", "counter", help, label, values)
+    yield gauge("kvd_gateway_running_requests", "Number of requests in progress", stats.running)
+
+
+def _token_families(stats: GatewayStats) -> Iterator[Family]:
     for name, help, value in (
         ("prompt_tokens", "Number of prompt tokens in answered requests with known token ids",
          stats.prompt_tokens),
@@ -63,6 +75,10 @@ def gateway_families(
          stats.reported_cached_tokens),
     ):  # fmt: skip
         yield counter(f"kvd_gateway_{name}_total", help, value)
+
+
+def _memory_families(tokens: Tokens, chains: Chains, stats: GatewayStats) -> Iterator[Family]:
+    """Yields the metrics of what is remembered of conversations and responses."""
     known, strands = tokens.conversations, chains.strands
     for kind, name, help, value in (
         (gauge, "conversations", "Number of remembered conversations", len(known)),
@@ -82,14 +98,15 @@ def gateway_families(
         (counter, "turns_not_remembered_total",
          "Number of turns not remembered because too many were waiting for their tokens",
          stats.not_remembered),
-        (gauge, "running_requests", "Number of requests in progress", stats.running),
     ):  # fmt: skip
         yield kind(f"kvd_gateway_{name}", help, value)
+
+
+def _engine_families(upstreams: Upstreams) -> Iterator[Family]:
     states = Counter({state.value: 0 for state in UpstreamState})
     states.update(upstream.state.value for upstream in upstreams)
     help = "Number of engines, by state"
     yield by_label("kvd_gateway_upstreams", "gauge", help, "standing", states)
-    yield from _relay_families(exchanges)
 
 
 _RELAY_HELP = {
