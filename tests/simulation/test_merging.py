@@ -35,6 +35,20 @@ async def take_all(here: Replica, there: Replica) -> None:
         assert list(here.mirror.take(entry, Position(1, number), trio.current_time())) == []
 
 
+async def book_for(maker: Replica, *others: Replica) -> None:
+    """Books a request, r0, on one replica; the others read its step."""
+    maker.book("r0", 0, [1])
+    for each in others:
+        await take_all(each, maker)
+
+
+def restart(scene: Scene, before: Replica) -> Replica:
+    """Starts a replica that restores another one's requests and claims them."""
+    [back] = scene.make("back", before=before)
+    assert not any(back.mirror.claim())
+    return back
+
+
 async def read_view(here: Replica, there: Replica, *, to_end: bool = True) -> None:
     """Writes a view on one replica, and merges it on another up to its end, or its pieces alone."""
     client: Any = there.server
@@ -89,9 +103,7 @@ async def test_an_end_that_came_before_its_booking_is_in_a_view(
     scene: Scene, autojump_clock: MockClock
 ) -> None:
     maker, ender, reader, other = scene.make("maker", "ender", "reader", "other")
-    maker.book("r0", 0, [1])
-    for each in ender, other:
-        await take_all(each, maker)
+    await book_for(maker, ender, other)
     ender.slots.end(ender.tracker, "r0")
     await take_all(reader, ender)
     await read_view(other, reader)
@@ -144,8 +156,7 @@ async def test_an_end_without_room_is_told_by_dots_that_are_read_of_later(
     [ender] = scene.make("ender", room=600)
     ender.book("r0", 0, [1])
     await ender.outbox.drain()
-    [back] = scene.make("back", before=ender)
-    assert not any(back.mirror.claim())
+    back = restart(scene, ender)
     while ender.journal.put(ord("X"), b""):
         pass
     ender.slots.end(ender.tracker, "r0")
@@ -165,11 +176,8 @@ async def test_who_learns_of_an_end_by_one_dot_tells_it_by_the_others(
     The one that ends it takes it for another request then.
     """
     maker, ender, other = scene.make("maker", "ender", "other")
-    maker.book("r0", 0, [1])
-    for each in ender, other:
-        await take_all(each, maker)
-    [back] = scene.make("back", before=maker)
-    assert not any(back.mirror.claim())
+    await book_for(maker, ender, other)
+    back = restart(scene, maker)
     await read_view(other, back)
     ender.slots.end(ender.tracker, "r0")
     await read_view(ender, back)
@@ -183,10 +191,8 @@ async def test_who_refuses_a_request_that_has_ended_by_another_dot_says_so(
     scene: Scene, autojump_clock: MockClock
 ) -> None:
     maker, linker, other = scene.make("maker", "linker", "other")
-    maker.book("r0", 0, [1])
-    await take_all(linker, maker)
-    [back] = scene.make("back", before=maker)
-    assert not any(back.mirror.claim())
+    await book_for(maker, linker)
+    back = restart(scene, maker)
     await read_view(back, linker)
     linker.slots.end(linker.tracker, "r0")
     await read_view(other, linker)
@@ -200,12 +206,9 @@ async def test_who_restored_what_had_ended_learns_it_from_its_first_dot(
 ) -> None:
     """A view without the request is merged before an older one that has it."""
     maker, ender, older = scene.make("maker", "ender", "older")
-    maker.book("r0", 0, [1])
-    for each in ender, older:
-        await take_all(each, maker)
+    await book_for(maker, ender, older)
     ender.slots.end(ender.tracker, "r0")
-    [back] = scene.make("back", before=maker)
-    assert not any(back.mirror.claim())
+    back = restart(scene, maker)
     await read_view(back, ender)
     await read_view(back, older)
     await take_all(older, ender)
@@ -217,10 +220,8 @@ async def test_who_restored_a_request_and_reads_its_booking_keeps_it(
     scene: Scene, autojump_clock: MockClock
 ) -> None:
     maker, older = scene.make("maker", "older")
-    maker.book("r0", 0, [1])
-    await take_all(older, maker)
-    [back] = scene.make("back", before=maker)
-    assert not any(back.mirror.claim())
+    await book_for(maker, older)
+    back = restart(scene, maker)
     back.mirror.progress.settled = back.mirror.progress.own
     await take_all(back, maker)
     await read_view(back, older)
@@ -234,8 +235,7 @@ async def test_what_a_process_left_out_has_not_ended(
     monkeypatch.setattr(mirror, "MAX_WAITING", 1)
     maker, other, reader = scene.make("maker", "other", "reader")
     [crowded] = scene.make("crowded", registers=True)
-    maker.book("r0", 0, [1])
-    await take_all(reader, maker)
+    await book_for(maker, reader)
     for number in range(1, 3):
         maker.book(f"r{number}", 0, [number])
     for each in crowded, other:
@@ -292,9 +292,7 @@ async def test_what_was_restored_and_ended_here_stays_so_though_a_view_has_it(
     there.book("r0", 0, [1])
     pieces = [piece async for piece in there.views._pieces([])]
     await trio.sleep(1)
-    [back] = scene.make("back", before=there)
-    for _ in back.mirror.claim():
-        pass
+    back = restart(scene, there)
     back.slots.end(back.tracker, "old0")
     await back.outbox.drain()
     merge_view(back, there, pieces, 1.0)
