@@ -19,12 +19,12 @@ import argparse
 import json
 import random
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timing import lowest_us
 
 from kvd_core.base.hashing import local_hashes
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex
@@ -32,7 +32,7 @@ from kvd_core.json.scan import BodyScanner
 
 BLOCK_SIZE, RANKS, SHARED = 16, 8, 256  # SHARED: leading blocks that all ranks cache
 CORES = (1, 2, 4, 8, 16)
-ROUNDS = 15
+CALLS, ROUNDS = 50, 15  # calls in a round
 # CPU us on the Xeon of docs/performance.md, 2026-11-29. As `python bench/ways.py kvd --blocks-per-s
 # 100000 0` prints them: of HTTP and the kernel for a question by its tokens, and of a block that is
 # stored and evicted. As `python bench/ways.py prototypes --blocks-per-s 0` does: means of 512 and
@@ -53,16 +53,6 @@ class Terms(NamedTuple):
     other: float  # HTTP and the kernel
 
 
-def lowest_us(call: Callable[[], object]) -> float:
-    def once() -> float:
-        begun = time.process_time_ns()
-        for _ in range(50):
-            call()
-        return (time.process_time_ns() - begun) / 50_000
-
-    return min(once() for _ in range(ROUNDS))
-
-
 def measured(tokens: int) -> tuple[float, float]:
     """Measures `prepare` and `match` of a prompt whose first half one rank caches."""
     numbers = random.Random(1)
@@ -78,9 +68,9 @@ def measured(tokens: int) -> tuple[float, float]:
     by_hash = BodyScanner({"block_hashes": "hash64"})
     by_hash.scan(json.dumps({"block_hashes": hashes}).encode())
     body = json.dumps({"model_name": "m", "token_ids": prompt}, separators=(",", ":")).encode()
-    scan = lowest_us(lambda: by_tokens.scan(body))
-    query = lowest_us(lambda: index.query_tokens(by_tokens, 0))
-    match = lowest_us(lambda: index.query_hashes(by_hash, 0))
+    scan = lowest_us(lambda _: by_tokens.scan(body), CALLS, ROUNDS)
+    query = lowest_us(lambda _: index.query_tokens(by_tokens, 0), CALLS, ROUNDS)
+    match = lowest_us(lambda _: index.query_hashes(by_hash, 0), CALLS, ROUNDS)
     return scan + query - match, match
 
 

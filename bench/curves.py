@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgpack
 from machine import OtherLoad, commit, describe, resident
+from timing import lowest_us, round_us
 
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.base.hashing import sequence_hashes
@@ -56,19 +57,6 @@ LEDGER_RANKS = 64
 CYCLES = 2_000  # bookings in a round
 
 Figures = dict[str, float]
-Call = Callable[[int], object]
-
-
-def lowest_us(calls: int, call: Call) -> float:
-    """Returns the CPU microseconds of a call in the fastest round; each call gets its number."""
-    return min(once_us(calls, call) for _ in range(ROUNDS))
-
-
-def once_us(calls: int, call: Call) -> float:
-    begun = time.process_time_ns()
-    for number in range(calls):
-        call(number)
-    return (time.process_time_ns() - begun) / 1000 / calls
 
 
 def hashes_of(chain: int, blocks: int = CHAIN) -> range:
@@ -111,7 +99,7 @@ class Holdings:
         asked = [self._random.randrange(self.chains) for _ in range(PROMPTS)]
         questions = [question(hashes_of(chain, ASKED)) for chain in asked]
         indexes = [self.indexes[chain % len(self.indexes)] for chain in asked]
-        return lowest_us(PROMPTS, lambda n: indexes[n].query_hashes(questions[n], 0))
+        return lowest_us(lambda n: indexes[n].query_hashes(questions[n], 0), PROMPTS, ROUNDS)
 
     def ingest_us(self) -> tuple[float, float]:
         """Returns CPU microseconds of a stored block and of an evicted one."""
@@ -128,7 +116,7 @@ class Holdings:
                     (streams[worker].apply, each) for worker, each in islice(messages, MESSAGES)
                 ]
                 if batches:
-                    figures.append(once_us(len(batches), partial(_apply, batches)))
+                    figures.append(round_us(partial(_apply, batches), len(batches)))
         return min(stores) / EVENT, min(evictions) / EVENT
 
     def _stores(self) -> Iterator[tuple[Worker, bytes]]:
@@ -193,8 +181,10 @@ class Requests:
             ledger.free(f"new-{number}")
 
         return {
-            "cycle_us": lowest_us(CYCLES, cycle),
-            "project_us": lowest_us(500, lambda number: ledger.project(prompts[number], 512)),
+            "cycle_us": lowest_us(cycle, CYCLES, ROUNDS),
+            "project_us": lowest_us(
+                lambda number: ledger.project(prompts[number], 512), 500, ROUNDS
+            ),
         }
 
 
@@ -238,8 +228,8 @@ def of_ranks(ranks: int) -> Figures:
     store, evict = holdings.ingest_us()
     return {
         "one_us": holdings.query_us(),
-        "all_us": lowest_us(200, lambda _: index.query_hashes(asked, 0)),
-        "select_us": lowest_us(200, select),
+        "all_us": lowest_us(lambda _: index.query_hashes(asked, 0), 200, ROUNDS),
+        "select_us": lowest_us(select, 200, ROUNDS),
         **requests.figures(),
         "store_us": store,
         "evict_us": evict,

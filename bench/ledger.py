@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timing import Call, round_us
 
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.ledger.ledger import ADDED, Ledger
@@ -25,8 +25,6 @@ RANKS = (8, 64, 512, 4096)
 REQUESTS = 4  # live requests of each rank
 BLOCKS, SHARED = 512, 64  # blocks of a prompt; how many of these all prompts share
 CALLS = 2000  # in a round
-
-Call = Callable[[int], object]
 
 
 class Prompts:
@@ -65,15 +63,8 @@ def lifecycle(ledger: Ledger, ranks: int, prompts: Prompts) -> Call:
 
 def measured(call: Call, rounds: int) -> float:
     """Returns the median over rounds of CALLS calls of the CPU microseconds a call."""
-    for i in range(CALLS // 10):
-        call(i)
-    times = []
-    for _ in range(rounds):
-        started = time.process_time_ns()
-        for i in range(CALLS):
-            call(i)
-        times.append((time.process_time_ns() - started) / 1000 / CALLS)
-    return median(times)
+    round_us(call, CALLS // 10)
+    return median(round_us(call, CALLS) for _ in range(rounds))
 
 
 def row(ranks: int, rounds: int) -> str:

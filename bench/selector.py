@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timing import Call, lowest_us, round_us
 
 from kvd.platform.memory import keep_freed_memory
 from kvd_core.base.hashing import local_hashes, sequence_hashes
@@ -33,8 +33,6 @@ HOST, DISK = 96, 112  # where the blocks of the lower tiers begin
 REQUESTS = 4  # live requests of each rank
 PROMPTS = 8  # different prompts, each cached by one rank in eight
 CALLS = 200  # in a round
-
-Call = Callable[[int], object]
 
 
 class Fleet:
@@ -74,15 +72,8 @@ def packed(hashes: list[int]) -> bytes:
 
 def measured(call: Call, rounds: int) -> float:
     """Returns the CPU microseconds a call in the fastest of `rounds` rounds of CALLS calls."""
-    for i in range(CALLS):
-        call(i)
-    times = []
-    for _ in range(rounds):
-        started = time.process_time_ns()
-        for i in range(CALLS):
-            call(i)
-        times.append((time.process_time_ns() - started) / 1000 / CALLS)
-    return min(times)
+    round_us(call, CALLS)
+    return lowest_us(call, CALLS, rounds)
 
 
 def row(candidates: int, rounds: int) -> str:
@@ -117,7 +108,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     keep_freed_memory()  # as the daemon does
     print(f"CPU us a call, lowest of {rounds} rounds of {CALLS} calls\n")
-    print("| candidates | look + choose + render | look | look, token ids | choose ", end="")
+    print("| candidates | match + choose + render | match | match, token ids | choose ", end="")
     print("| choose, temperature | render_choice | render_overlaps |")
     print("|---|---|---|---|---|---|---|---|")
     for candidates in CANDIDATES:
