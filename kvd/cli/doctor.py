@@ -17,7 +17,7 @@ from typing import TextIO
 
 from kvd.cli.face_client import FaceClient, ask_first
 from kvd.config.parsers import Bind
-from kvd.faces.common.schemas import DIAGNOSE_PATH
+from kvd.faces.common.paths import DIAGNOSE_PATH
 
 WELL, ILL = 0, 1  # exit codes
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvd.cli.face_client import EXIT_UNREACHABLE, OTHER_FORM, FaceClient, reason
 from kvd.config.parsers import Bind
-from kvd.faces.common.schemas import DIAGNOSE_PATH
+from kvd.faces.common.paths import DIAGNOSE_PATH
 from kvd.selection.worker_record import WorkerLifecycle
 from kvd.wire.event_stream import StreamHealth
 

@@ -10,7 +10,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from kvd.faces.common.openapi import document
-from kvd.faces.common.schemas import DOCUMENT_PATH
+from kvd.faces.common.paths import DOCUMENT_PATH
 from kvd.faces.conductor import handlers as questions
 from kvd.faces.conductor import registration as conductor
 from kvd.faces.explain import questions as explained

@@ -5,7 +5,9 @@ reader         members of bodies for hot handlers, compiled; `bodies` writes the
 monitoring     /health and /metrics
 diagnosis      /diagnose
 slices         long answers, written piece by piece
-schemas        helpers for JSON schemas; descriptions of the routes that several faces have
+paths          paths of the routes that every face has
+schemas        helpers for JSON schemas, and what describes a route
+every_face     descriptions of the routes that every face has, and of those about replicas
 openapi        builds the OpenAPI document of a face from its routes and their descriptions
 rank_metrics   the load of each rank in /metrics, while there are few enough ranks
 replica_sync   the routes that list, add and remove replicas

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
-from kvd.faces.common.schemas import DIAGNOSE_PATH
+from kvd.faces.common.paths import DIAGNOSE_PATH
 from kvd.http.messages import Request, Response
 from kvd.http.routes import ConcurrencyLimit, Route
 

@@ -18,7 +18,8 @@ from http import HTTPStatus
 
 from kvd._version import VERSION
 from kvd.faces.common.bodies import render
-from kvd.faces.common.schemas import DOCUMENT_PATH, Description, Operation, Schema
+from kvd.faces.common.paths import DOCUMENT_PATH
+from kvd.faces.common.schemas import Description, Operation, Schema
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvd.faces.common.bodies import U32_MAX, U64_MAX
+from kvd.faces.common.every_face import EVERY_FACE, HEALTH
 from kvd.faces.common.schemas import (
     ANY,
     BLOCK_SIZE,
     COUNT,
-    EVERY_FACE,
     FLAG,
     HASH,
-    HEALTH,
     JSON,
     LABEL,
     TEXT,

@@ -9,7 +9,7 @@ import trio
 
 from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
-from kvd.faces.common.schemas import EXPLAIN_PATH
+from kvd.faces.common.paths import EXPLAIN_PATH
 from kvd.faces.explain.answers import ExplanationWriter, chronicled, heading
 from kvd.faces.explain.questions import ExplainRequest, of_request, read
 from kvd.faces.explain.traces import NOTHING, TracedRank, find_traces

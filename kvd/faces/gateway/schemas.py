@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvd.faces.common.every_face import EVERY_FACE, HEALTH
 from kvd.faces.common.schemas import (
     ANY,
     COUNT,
-    EVERY_FACE,
     FLAG,
-    HEALTH,
     JSON,
     TEXT,
     U64,

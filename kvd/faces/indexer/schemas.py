@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from kvd.faces.common.every_face import EVERY_FACE, HEALTH
 from kvd.faces.common.schemas import (
     ADDRESS,
     ANY,
     BLOCK_SIZE,
     BLOCKS,
     COUNT,
-    EVERY_FACE,
     FAILURE,
     FILTERS,
     FLAG,
     HASH,
-    HEALTH,
     KEPT_TENANT,
     LABEL,
     NAME,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvd.faces.common.every_face import EVERY_FACE, REPLICAS
 from kvd.faces.common.schemas import (
     BLOCK_SIZE,
     BLOCKS,
     COUNT,
-    EVERY_FACE,
     FAILURE,
     FILTERS,
     FLAG,
@@ -15,7 +15,6 @@ from kvd.faces.common.schemas import (
     NAME,
     NUMBER,
     OK,
-    REPLICAS,
     RETRY_KEY,
     SECONDS,
     TENANT,

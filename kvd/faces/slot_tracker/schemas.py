@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from kvd.faces.common.every_face import EVERY_FACE, HEALTH, REPLICAS
 from kvd.faces.common.schemas import (
     BLOCK_SIZE,
     BLOCKS,
     COUNT,
-    EVERY_FACE,
     FAILURE,
     FILTERS,
     FLAG,
     HASH,
-    HEALTH,
     I64,
     KEPT_TENANT,
     NAME,
     OK,
-    REPLICAS,
     RETRY_KEY,
     SECONDS,
     TENANT,

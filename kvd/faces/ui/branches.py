@@ -13,7 +13,7 @@ from typing import Any
 
 from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
-from kvd.faces.common.schemas import BRANCHES_PATH
+from kvd.faces.common.paths import BRANCHES_PATH
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route
 from kvd.index.partitions import Partition, State

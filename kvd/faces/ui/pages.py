@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cache, partial
 from pathlib import Path
 
-from kvd.faces.common.schemas import UI_FILES
+from kvd.faces.common.paths import UI_FILES
 from kvd.http.messages import Headers, Request, Response
 from kvd.http.routes import Route, Scope
 

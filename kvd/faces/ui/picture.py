@@ -16,7 +16,7 @@ import trio
 
 from kvd._version import VERSION
 from kvd.faces.common.bodies import render
-from kvd.faces.common.schemas import BRANCHES_PATH, PICTURE_PATH
+from kvd.faces.common.paths import BRANCHES_PATH, PICTURE_PATH
 from kvd.faces.common.slices import sliced
 from kvd.faces.ui.history import MAX_RANKS, SAMPLE_S, History, Sums
 from kvd.faces.ui.ranks import RankRows, Rows, named

@@ -20,7 +20,7 @@ from kvd.client.reading import OTHERS
 from kvd.client.selection import SelectionService
 from kvd.client.slot_tracker import SlotTracker
 from kvd.faces.common.openapi import document
-from kvd.faces.common.schemas import UI_FILES
+from kvd.faces.common.paths import UI_FILES
 from kvd.faces.gateway.routes import RELAYED, STORED
 from tests.support.all_routes import DESCRIPTIONS, all_routes
 
