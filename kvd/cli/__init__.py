@@ -5,7 +5,8 @@ serving         the commands that run a daemon
 asking          the commands that ask a running daemon
 options         what all parsers share: error messages, and the flags of settings
 face_client     `FaceClient`: asks the faces of a running daemon, for the commands below
-status          `kvd status`: asks the faces of a running daemon and reports their health
+status, status_report
+                `kvd status`: asks the faces of a running daemon for their health; its report
 doctor          `kvd doctor`: reports what is wrong, and how to mend it
 explain         `kvd explain`: why a prompt or a request goes where it goes
 top             `kvd top`: shows what a running daemon does, in a terminal

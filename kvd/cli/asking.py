@@ -240,7 +240,7 @@ def asks(command: AskingCommand) -> Command:
 
 @asks
 def show_status(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResult:
-    from kvd.cli import face_client, status
+    from kvd.cli import face_client, status, status_report
 
     if not daemon.faces:
         raise face_client.Unreached(face_client.ALL_OFF)
@@ -250,11 +250,11 @@ def show_status(given: Mapping[str, object], daemon: AskedDaemon) -> CommandResu
     faces = status.check(daemon.faces, interval_s, daemon.client, may_lack)
     shown = status.figures(faces)
     # Clients choose names: some could look like lines of kvd's, or control the terminal.
-    text = "\n".join(map(logs.plain, status.text(shown)))
+    text = "\n".join(map(logs.plain, status_report.text(shown)))
     text = json.dumps(shown, indent=1) if given["json"] else text
     if face_client.are_all_absent([face.error for face in faces]):
         logs.complain(StartError(f"no face answers; {face_client.START_HINT}"))
-    return f"{text}\n", status.exit_code(shown)
+    return f"{text}\n", status_report.exit_code(shown)
 
 
 @asks
