@@ -3,6 +3,7 @@
 daemon                       `run`: one process from its configuration to its exit code; the
                              nurseries and their order
 assembly                     the parts of a daemon, made from its configuration
+filling                      `IndexFiller`: the index at the start, from a snapshot or a peer
 processes                    `run`: the same for several gateway processes and the kvd that
                              chooses for them
 apis                         `Apis`: the faces, each with its routes, its metrics and its

@@ -34,6 +34,7 @@ import trio
 from kvd._version import VERSION
 from kvd.app import assembly, control
 from kvd.app.assembly import Opened, Start
+from kvd.app.filling import IndexFiller
 from kvd.app.index_full_log import IndexFullLog
 from kvd.app.ports import Ports
 from kvd.app.reloading import Reloader, is_reloadable, warn_of_secrets
@@ -53,7 +54,7 @@ from kvd.gateway.siblings import ProcessIdentity
 from kvd.gateway.upstreams import CALLS
 from kvd.http.idle_poll import busy_wait_families
 from kvd.net.listeners import ListenerTasks
-from kvd.net.recovery import confirm_restored, recover
+from kvd.net.recovery import confirm_restored
 from kvd.net.zsocket import make_context
 from kvd.persistence.registrations import Registrations
 from kvd.platform import activation, sdnotify
@@ -66,12 +67,11 @@ from kvd.platform.descriptors import (
 )
 from kvd.platform.memory import FrequentCollector, Heaps, keep_freed_memory
 from kvd.platform.signals import Signals
-from kvd.selection.readiness import Recovery
 from kvd.shared_state.none import NoSharedState
 from kvd.telemetry import logs
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, Source, by_label, counter, gauge, stretch_families
-from kvd.telemetry.stretches import RECOVERY, UNREGISTRATION, stretches_counted
+from kvd.telemetry.stretches import UNREGISTRATION, stretches_counted
 
 if TYPE_CHECKING:
     from kvd.shared_state.service import SharedState
@@ -85,13 +85,6 @@ SWEEP_PAUSE_S = 0.25
 LINES_PAUSE_S = 0.05  # the pause while lines of the log wait for their reader
 
 EXPIRY_PAUSE_S = 1.0  # pause between two checks for requests that are too old
-
-# Longest wait for the replicas that share our state, before the index is filled without them.
-JOIN_S = 5.0
-
-# Time after which a connected engine has heard of its new subscriber, and a peer has applied what
-# the engine published before.
-SUBSCRIBED_S = 0.1
 
 # Longest wait of one of several gateway processes for the engines' answers, before it serves.
 MEET_S = 5.0
@@ -368,15 +361,13 @@ class _Daemon:
                 pass
 
     async def _start_up(self) -> None:
-        """Fills the index from a fresh snapshot, a peer, or an older snapshot; opens the gate."""
+        """Fills the index, and then opens the gate once enough workers are registered."""
         config, registry = self._config, self._parts.registry
         await self._serving.wait()
-        if not await self._restore_fresh():
-            peers = await self._peers()
-            if peers and await self._recover(config, peers):
-                self._keeper.leave_index()
-            else:
-                await self._restore()
+        filler = IndexFiller(
+            config, self._parts, self._keeper, self._shared, self._listeners, self._ports.dialer
+        )
+        await filler.fill()
         self._recovered.set()
         if registry.instances() < config.min_initial_workers:
             log.info("waiting_for_workers", minimum=config.min_initial_workers)
@@ -384,55 +375,6 @@ class _Daemon:
         self._gate.set()
         log.info("ready", workers=registry.instances())
         await confirm_restored(self._parts.state, registry, self._parts.publishers)
-
-    async def _restore_fresh(self) -> bool:
-        """Fills the index from a snapshot fresh enough to go before a peer's dump."""
-        return await self._keeper.has_fresh_index() and await self._restore()
-
-    async def _restore(self) -> bool:
-        """Fills the index from the state directory; returns False if that has nothing of use."""
-        blocks = await RECOVERY.steps_of(self._keeper.restore_index())
-        if blocks is None:
-            return False
-        self._parts.selections.readiness.note_recovery(Recovery.DONE, blocks)
-        gc.freeze()
-        return True
-
-    async def _peers(self) -> list[str]:
-        """Returns the peers to recover from: configured ones, then those that share our state."""
-        shared = await self._shared.addresses(JOIN_S)
-        return list(dict.fromkeys((*self._parts.peers, *shared)))
-
-    async def _recover(self, config: Config, peers: list[str]) -> bool:
-        """Fills the index from a peer; returns False if none has anything.
-
-        No event may fall between a dump and our subscriptions. So peers are asked once all engines
-        have heard of us, or when the delay is over.
-        """
-        parts = self._parts
-        await self._listeners.entered()
-        latest = trio.current_time() + config.recovery_delay_s
-        with trio.move_on_at(latest):
-            await parts.registry.wait_for_instances(config.min_initial_workers)
-            await parts.gateway.upstreams.all_met()
-            await self._listeners.connected()
-            await trio.sleep(SUBSCRIBED_S)
-        recovering = recover(
-            parts.state,
-            peers,
-            parts.recovery,
-            config.recovery,
-            token=config.peers_token,
-            dialer=self._ports.dialer,
-            again_at=latest,
-        )
-        peer = await RECOVERY.steps_of(recovering)
-        outcome = Recovery.EMPTY if peer is None else Recovery.DONE
-        parts.selections.readiness.note_recovery(outcome, parts.recovery.blocks)
-        if peer is None:
-            log.warning("recovery_failed", peers=len(peers))
-        gc.freeze()  # these objects stay: with 65,536 workers a full collection took 16 ms more
-        return peer is not None
 
     async def _serve_faces(self) -> None:
         """Serves the faces until a signal, then until all requests under way are answered."""
