@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvd.cli.options import WAYS, Parser, add_general, add_settings, add_uncommon, usage
@@ -174,7 +174,7 @@ def add_without_effect(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
-    return {setting.name: getattr(args, setting.name) for setting in settings.SETTINGS}
+    return values(args, settings.SETTINGS)
 
 
 def gateway_settings(
@@ -196,8 +196,7 @@ def gateway_settings(
 def indexer_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    shared = connecting.WORKER_SETTINGS + connecting.PEER_SETTINGS
-    given = {setting.name: getattr(args, setting.name) for setting in shared}
+    given = values(args, connecting.WORKER_SETTINGS + connecting.PEER_SETTINGS)
     if args.routing_group is not None:
         if given["tenant_id"] not in (None, args.routing_group):
             parser.error("--tenant-id and --routing-group set the same value and differ")
@@ -209,7 +208,7 @@ def indexer_settings(
 def slot_tracker_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in connecting.REPLICA_SETTINGS}
+    given = values(args, connecting.REPLICA_SETTINGS)
     given["slot_tracker_bind"] = address(args, listening.DEFAULT_SLOT_TRACKER_BIND)
     return only(given, args, "slot_tracker_bind")
 
@@ -218,8 +217,7 @@ def select_service_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     chosen = settings.SELECT_SERVICE_SETTINGS
-    shared = connecting.WORKER_SETTINGS + chosen
-    given = {setting.name: getattr(args, setting.name) for setting in shared}
+    given = values(args, connecting.WORKER_SETTINGS + chosen)
     given["peers"] = args.indexer_peers
     given[sources.DEFAULTS] = {setting.name: setting.default for setting in chosen}
     given["selection_bind"] = address(args, listening.DEFAULT_SELECTION_BIND)
@@ -229,14 +227,19 @@ def select_service_settings(
 def conductor_settings(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
-    given = {setting.name: getattr(args, setting.name) for setting in state.CONDUCTOR_SETTINGS}
+    given = values(args, state.CONDUCTOR_SETTINGS)
     given["conductor_bind"] = address(args, listening.DEFAULT_CONDUCTOR_BIND)
     return only(given, args, "conductor_bind")
 
 
+def values(args: argparse.Namespace, chosen: Iterable[parsers.Setting]) -> dict[str, Any]:
+    """Returns the values of settings that the arguments give; None where they give none."""
+    return {setting.name: getattr(args, setting.name) for setting in chosen}
+
+
 def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[str, object]:
     """Adds the settings of all faces, and switches off every face but the one of `bind`."""
-    given |= {each.name: getattr(args, each.name) for each in settings.FACE_SETTINGS}
+    given |= values(args, settings.FACE_SETTINGS)
     return given | {name: parsers.OFF for name in sources.FACE_BINDS if name != bind}
 
 
