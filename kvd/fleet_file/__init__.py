@@ -1,4 +1,4 @@
-"""The fleet file: workers, publishers and replicas that are registered without a call.
+"""The fleet file: what is registered without a call: workers, engines, policies, replicas.
 
 parse      reads the file into entries, with the readers that the faces have for bodies
 follower   `FleetFileFollower`: adds, changes and removes registrations as the file says, while
