@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Command = Callable[[Mapping[str, object]], CommandResult]
 AskingCommand = Callable[[Mapping[str, object], "AskedDaemon"], CommandResult]
-GivenSettings = Callable[[argparse.ArgumentParser, argparse.Namespace], dict[str, object]]
 
 # Where the addresses of the daemon come from.
 ADDRESSES = (
@@ -51,7 +50,7 @@ def add_status(commands: Any) -> None:
     parser = _add_asking(
         commands,
         "status",
-        status_settings,
+        ("interval", "json"),
         show_status,
         help="report the health of a running daemon",
         description="Reports the health of a running daemon: its registrations, its index, its "
@@ -75,7 +74,7 @@ def add_doctor(commands: Any) -> None:
     parser = _add_asking(
         commands,
         "doctor",
-        doctor_settings,
+        ("json", "no_probe"),
         show_findings,
         help="find out why prompts do not match, and how to mend it",
         description="Asks a running daemon what is wrong between its engines and its choices, and "
@@ -93,7 +92,7 @@ def add_explain(commands: Any) -> None:
     parser = _add_asking(
         commands,
         "explain",
-        explain_settings,
+        ("prompt", "request", "model_name", "tenant_id", "lora_name", "cache_salt", "json"),
         explain,
         help="explain which worker gets a prompt or a request, and why",
         description="Asks a running daemon which worker it would choose for a prompt, and reports "
@@ -120,7 +119,7 @@ def add_top(commands: Any) -> None:
     parser = _add_asking(
         commands,
         "top",
-        top_settings,
+        ("interval",),
         watch,
         help="watch a running daemon in the terminal",
         description="Shows live what a running daemon does: rates, streams, workers "
@@ -152,15 +151,17 @@ def add_reload(commands: Any) -> None:
 def _add_asking(
     commands: Any,
     name: str,
-    given: GivenSettings,
+    own: Sequence[str],
     command: Command,
-    faces: Sequence[parsers.Setting] = listening.BIND_SETTINGS,
     **described: str,
 ) -> Parser:
-    """Adds a command that asks these faces, with the flags that all such commands have."""
+    """Adds a command that asks a daemon, with the flags that all such commands have.
+
+    `own` names the values of the flags and arguments that it alone has.
+    """
     parser: Parser = commands.add_parser(name, **described)
     add_general(parser)
-    add_settings(parser, faces)
+    add_settings(parser, listening.BIND_SETTINGS)
     parser.add_argument(
         "--token-file",
         type=usage(parsers.parse_path),
@@ -179,31 +180,12 @@ def _add_asking(
         metavar="FILE",
         help="PEM private key of --client-certfile, unless that file contains it",
     )
-    parser.set_defaults(given=given, command=command)
+    parser.set_defaults(given=partial(asking_settings, own), command=command)
     return parser
 
 
-def status_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
-    return asking_settings(parser, args, "interval", "json")
-
-
-def doctor_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
-    return asking_settings(parser, args, "json", "no_probe")
-
-
-def explain_settings(
-    parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> dict[str, object]:
-    own = "prompt", "request", "model_name", "tenant_id", "lora_name", "cache_salt", "json"
-    return asking_settings(parser, args, *own)
-
-
-def top_settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, object]:
-    return asking_settings(parser, args, "interval")
-
-
 def asking_settings(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, *own: str
+    own: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> dict[str, object]:
     """Returns the daemon's addresses, the credentials, and a command's own options."""
     if args.client_keyfile is not None and args.client_certfile is None:
