@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import Any, TextIO
+from typing import Any
 
 import trio
 import zmq
@@ -73,9 +73,7 @@ class Driver:
         return request, answer
 
 
-async def run_traffic(
-    addresses: Addresses, engines: Sequence[EngineServer], out: TextIO = sys.stdout
-) -> str:
+async def run_traffic(addresses: Addresses, engines: Sequence[EngineServer]) -> str:
     """Runs until cancelled; returns only if the daemon refuses to serve, with its error.
 
     Cancel it before the daemon stops answering.
@@ -97,9 +95,9 @@ async def run_traffic(
             }
             found = await indexer.request("POST", "/query", question)
             chat, query = (request, answer.shown()), (question, found.body.decode())
-            out.write(introduction(addresses, serving, chat, query))
+            sys.stdout.write(introduction(addresses, serving, chat, query))
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(show_live, indexer, driver.traffic, start, LiveLine(out))
+                nursery.start_soon(show_live, indexer, driver.traffic, start, LiveLine(sys.stdout))
                 while True:
                     await driver.turn()
     except* Refused as refusals:

@@ -25,7 +25,7 @@ def ids_of_text(text: str) -> list[int]:
     ]
 
 
-def ids_of_messages(messages: list[Any], *, answer_follows: bool = True) -> list[int]:
+def ids_of_messages(messages: list[Any]) -> list[int]:
     """Returns the ids of a conversation, with the mark after which the answer begins."""
     ids: list[int] = []
     for message in messages:
@@ -34,4 +34,4 @@ def ids_of_messages(messages: list[Any], *, answer_follows: bool = True) -> list
         thought = message.get("reasoning") or ""
         each = (str(message.get("role")), thought, text)
         ids += [BEGIN, *(one for part in each for one in ids_of_text(part)), END]
-    return [*ids, BEGIN, ASSISTANT] if answer_follows else ids
+    return [*ids, BEGIN, ASSISTANT]

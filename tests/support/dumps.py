@@ -22,8 +22,8 @@ def pieces(dump: Dump, enough: int = 65536) -> Iterator[bytes]:
         yield dump.read(enough)
 
 
-def entry_text(events: bytes, key: str = KEY, block_size: int = BLOCK_SIZE) -> bytes:
-    return f'{{{json.dumps(key)}:{{"block_size":{block_size},"events":['.encode() + events + b"]}}"
+def entry_text(events: bytes) -> bytes:
+    return f'{{{json.dumps(KEY)}:{{"block_size":{BLOCK_SIZE},"events":['.encode() + events + b"]}}"
 
 
 def text_of(index: PrefixIndex, enough: int = 65536) -> bytes:
