@@ -22,7 +22,7 @@ from kvd._version import VERSION
 from kvd.cli.main import build_parser
 from kvd.cli.options import FullParser
 from kvd.config.file import rendered
-from kvd.config.parsers import Setting
+from kvd.config.setting import Setting
 from kvd.config.settings import SETTINGS
 
 NAME = "KV-cache index daemon for LLM inference"

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import trio
 
+from kvd.config.binds import TLS_PREFIX, Bind, Binds, TcpBind
 from kvd.config.errors import AddressError, StartError
 from kvd.config.load import Config
-from kvd.config.parsers import TLS_PREFIX, Bind, Binds, TcpBind
 from kvd.faces.common.openapi import with_document
 from kvd.faces.common.schemas import Description
 from kvd.http.access import AccessLog

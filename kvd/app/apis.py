@@ -14,8 +14,8 @@ from uuid import uuid4
 import trio
 
 from kvd.app.api_server import ApiServer
+from kvd.config.binds import Binds
 from kvd.config.load import Config
-from kvd.config.parsers import Binds
 from kvd.faces.common import replica_sync
 from kvd.faces.common.monitoring import metrics_route
 from kvd.faces.conductor import listings as conductor_listings

@@ -30,9 +30,9 @@ from kvd.app import control, daemon
 from kvd.app.control import FOLDER_VARIABLE
 from kvd.app.reloading import is_reloadable
 from kvd.app.stopping import EXIT_SECOND_SIGNAL
+from kvd.config.binds import Binds, UnixBind
 from kvd.config.errors import AddressError, StartError
 from kvd.config.load import Config
-from kvd.config.parsers import Binds, UnixBind
 from kvd.config.reload import ConfigReader
 from kvd.config.sources import FACE_BINDS
 from kvd.gateway.siblings import KVD, ProcessIdentity

@@ -23,7 +23,7 @@ from kvd.telemetry import logs
 
 if TYPE_CHECKING:
     from kvd.cli.face_client import FaceClient
-    from kvd.config.parsers import Bind
+    from kvd.config.binds import Bind
 
 Command = Callable[[Mapping[str, object]], CommandResult]
 AskingCommand = Callable[[Mapping[str, object], "AskedDaemon"], CommandResult]

@@ -16,7 +16,7 @@ from threading import Event, Thread
 from typing import TextIO
 
 from kvd.cli.face_client import FaceClient, ask_first
-from kvd.config.parsers import Bind
+from kvd.config.binds import Bind
 from kvd.faces.common.paths import DIAGNOSE_PATH
 
 WELL, ILL = 0, 1  # exit codes

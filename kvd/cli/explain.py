@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.face_client import FaceClient, FaceRefused, ask_first
-from kvd.config.parsers import U64_DIGITS, Bind
+from kvd.config.binds import Bind
+from kvd.config.parsers import U64_DIGITS
 from kvd.faces.common.paths import EXPLAIN_PATH
 from kvd.telemetry.logs import plain
 from kvd.wire.event_stream import StreamHealth

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvd._version import VERSION
-from kvd.config.parsers import Bind, Binds, UnixBind
+from kvd.config.binds import Bind, Binds, UnixBind
 
 # The gateway is the last: only clients may be able to reach it.
 FACES = ("indexer", "slot-tracker", "selection", "conductor", "gateway")

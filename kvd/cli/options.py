@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from kvd._version import VERSION
 from kvd.config import parsers, settings, sources
 from kvd.config.errors import StartError
+from kvd.config.setting import Setting
 from kvd.telemetry import logs
 from kvd.wire.urls import masked
 
@@ -102,7 +103,7 @@ def add_uncommon(parser: Parser, *names: str, help: str, **options: Any) -> None
 
 def add_settings(
     parser: Parser,
-    chosen: Iterable[parsers.Setting],
+    chosen: Iterable[Setting],
     *shown: str,
     defaults: Mapping[str, object] | None = None,
 ) -> None:
@@ -124,7 +125,7 @@ def add_settings(
 
 def add_setting(
     target: argparse._ActionsContainer,
-    setting: parsers.Setting,
+    setting: Setting,
     default: object,
     *,
     is_shown: bool,

@@ -9,7 +9,9 @@ from typing import Any
 
 from kvd.cli.options import WAYS, Parser, add_general, add_settings, add_uncommon, usage
 from kvd.config import parsers, settings, sources
+from kvd.config.binds import Binds, TcpBind
 from kvd.config.sections import connecting, listening, state
+from kvd.config.setting import Setting
 from kvd.selection.policies import Policy, RouterPolicy
 
 # Seconds for which a session stays with its engine after its last request, behind the gateway.
@@ -20,7 +22,7 @@ SESSION_TTL_S = 3600
 GATEWAY_POLICY = Policy(RouterPolicy.KVD, (("queued", 0.3),))
 # Defaults of `kvd gateway` that replace those of the settings.
 GATEWAY_DEFAULTS: Mapping[str, object] = dict.fromkeys(sources.FACE_BINDS, parsers.OFF) | {
-    "gateway_bind": parsers.Binds((listening.DEFAULT_GATEWAY_BIND,)),
+    "gateway_bind": Binds((listening.DEFAULT_GATEWAY_BIND,)),
     "router_policy": GATEWAY_POLICY,
     "session_affinity_ttl_secs": SESSION_TTL_S,
     # Whether an engine serves, the gateway asks over HTTP.
@@ -127,7 +129,7 @@ def add_face(commands: Any, name: str, face: str, original: str | None = None) -
     return parser
 
 
-def add_face_settings(parser: Parser, chosen: tuple[parsers.Setting, ...], *shown: str) -> None:
+def add_face_settings(parser: Parser, chosen: tuple[Setting, ...], *shown: str) -> None:
     """Adds the settings of a command that runs one face alone."""
     add_settings(parser, chosen + settings.FACE_SETTINGS, *shown)
 
@@ -142,7 +144,7 @@ def add_threads(parser: Parser) -> None:
     )
 
 
-def add_address(parser: Parser, default: parsers.TcpBind) -> None:
+def add_address(parser: Parser, default: TcpBind) -> None:
     parser.add_argument(
         "--host",
         type=usage(parsers.parse_host),
@@ -232,7 +234,7 @@ def conductor_settings(
     return only(given, args, "conductor_bind")
 
 
-def values(args: argparse.Namespace, chosen: Iterable[parsers.Setting]) -> dict[str, Any]:
+def values(args: argparse.Namespace, chosen: Iterable[Setting]) -> dict[str, Any]:
     """Returns the values of settings that the arguments give; None where they give none."""
     return {setting.name: getattr(args, setting.name) for setting in chosen}
 
@@ -243,9 +245,9 @@ def only(given: dict[str, object], args: argparse.Namespace, bind: str) -> dict[
     return given | {name: parsers.OFF for name in sources.FACE_BINDS if name != bind}
 
 
-def address(args: argparse.Namespace, default: parsers.TcpBind) -> parsers.Binds | None:
+def address(args: argparse.Namespace, default: TcpBind) -> Binds | None:
     """Returns the address of a command's only face; None if no flag sets it."""
     if args.host is None and args.port is None:
         return None
     port = default.port if args.port is None else args.port
-    return parsers.Binds((parsers.TcpBind(args.host or default.host, port),))
+    return Binds((TcpBind(args.host or default.host, port),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvd.config.parsers import ENV_PREFIX, Setting
+from kvd.config.setting import ENV_PREFIX, Setting
 from kvd.config.settings import GROUPS
 
 TITLE = "## All settings"

@@ -18,7 +18,7 @@ from http.client import HTTPException
 from typing import Any
 
 from kvd.cli.face_client import OTHER_FORM, FaceClient, reason
-from kvd.config.parsers import Bind
+from kvd.config.binds import Bind
 from kvd.faces.common.paths import DIAGNOSE_PATH
 from kvd.wire.event_stream import StreamHealth
 

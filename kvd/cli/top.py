@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.face_client import OTHER_FORM, FaceClient, Unreached, ask_first, reason
-from kvd.config.parsers import Bind
+from kvd.config.binds import Bind
 from kvd.faces.common.paths import PICTURE_PATH
 from kvd.telemetry.logs import complain, plain
 from kvd.wire.event_stream import StreamHealth

@@ -4,7 +4,9 @@
                  follow from its row; the member that it sets, and its default, stand in the
                  options class of its section, or in `Config`
     settings     all rows: in groups for the help, and chosen for commands
-    parsers      `Setting`, and how the text of a setting becomes its value
+    setting      `Setting`: one row
+    parsers      how the text of a setting becomes its value
+    binds        addresses that a face listens on
     sources      the value of each setting: flags over variables over the file over the default
     load         `load`: the values checked as a whole, as a `Config`
     errors       `StartError`, which both raise

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config import toml
-from kvd.config.parsers import Setting, nearest
+from kvd.config.parsers import nearest
+from kvd.config.setting import Setting
 from kvd.config.settings import SETTINGS
 from kvd.wire.urls import masked
 

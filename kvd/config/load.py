@@ -13,8 +13,9 @@ from stat import S_IROTH, S_IXOTH
 from typing import Any, TypeVar
 
 from kvd.config import tokens
+from kvd.config.binds import Bind, Binds
 from kvd.config.errors import StartError
-from kvd.config.parsers import OFF, Bind, Binds, owner_of, served_key
+from kvd.config.parsers import OFF, owner_of, served_key
 from kvd.config.settings import SETTINGS
 from kvd.config.sources import FACE_BINDS, TLS_FILES, UPSTREAM_TLS_FILES, read, reading
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers

@@ -1,17 +1,15 @@
-"""`Setting`, and the parsers of settings' texts; a ValueError says what is expected."""
+"""The parsers of settings' texts; a ValueError says what is expected."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvd.errors import BadRequest
@@ -20,11 +18,9 @@ from kvd.index.served_models import ServedKey
 from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_networks
 from kvd.wire.endpoints import check_replica_endpoint
-from kvd.wire.hosts import bracketed, in_ascii, literal
+from kvd.wire.hosts import in_ascii, literal
 from kvd.wire.state_address import parse_address
 from kvd.wire.urls import (
-    MAX_UNIX_PATH_BYTES,
-    UNIX_PREFIX,
     parse_dns,
     parse_kvd,
     parse_upstream,
@@ -32,8 +28,6 @@ from kvd.wire.urls import (
 )
 from kvd_core.selector.selector import MAX_ISL_TOKENS
 from kvd_core.selector.settings import MAX_WEIGHT
-
-ENV_PREFIX = "KVD_"
 
 Parse = Callable[[str], Any]
 
@@ -43,51 +37,6 @@ U64_MAX = 2**64 - 1
 U64_DIGITS = 20  # more digits are refused unread: int() of a long text is slow
 
 
-@dataclass(frozen=True, slots=True)
-class TcpBind:
-    """A listening TCP address; port 0 lets the system choose one."""
-
-    host: str
-    port: int
-    tls: bool = False
-
-    @property
-    def address(self) -> str:
-        return f"{bracketed(self.host)}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"{TLS_PREFIX}{self.address}" if self.tls else self.address
-
-
-@dataclass(frozen=True, slots=True)
-class UnixBind:
-    """A listening unix-domain socket."""
-
-    path: str
-    tls: Literal[False] = False
-
-    @property
-    def address(self) -> str:
-        return f"unix:{self.path}"
-
-    def __str__(self) -> str:
-        return self.address
-
-
-Bind = TcpBind | UnixBind
-
-
-@dataclass(frozen=True, slots=True)
-class Binds:
-    """The addresses of one face, at least one."""
-
-    each: tuple[Bind, ...]
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.each))
-
-
-TLS_PREFIX = "tls:"
 MAX_GROUP = 2**32 - 2  # to chown(2) the next number means no group
 
 
@@ -98,32 +47,6 @@ class Off(StrEnum):
 
 
 OFF = Off.OFF
-
-
-def parse_bind(text: str) -> Bind:
-    """Reads `HOST:PORT`, `[IPV6]:PORT`, these behind `tls:`, or `unix:PATH`; raises ValueError."""
-    if text.startswith(TLS_PREFIX):
-        return replace(parse_tcp_bind(text.removeprefix(TLS_PREFIX)), tls=True)
-    if text.startswith(UNIX_PREFIX):
-        path = text.removeprefix(UNIX_PREFIX)
-        if not path or "\0" in path:
-            raise ValueError("the path of the socket is missing")
-        if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
-            raise ValueError(f"the path of the socket is longer than {MAX_UNIX_PATH_BYTES} bytes")
-        return UnixBind(path)
-    return parse_tcp_bind(text)
-
-
-def parse_face_binds(text: str) -> Binds | Off:
-    """Reads binds between commas, or OFF."""
-    if text == OFF:
-        return OFF
-    binds = tuple(map(parse_bind, parse_list(text)))
-    if not binds:
-        raise ValueError("expected HOST:PORT, tls:HOST:PORT, unix:PATH or off")
-    if len(set(binds)) < len(binds):
-        raise ValueError("the list contains an address twice")
-    return Binds(binds)
 
 
 def parse_file_mode(text: str) -> str:
@@ -183,19 +106,6 @@ def _check_port(origin: str) -> None:
         _ = urlsplit(origin).port
     except ValueError:
         raise ValueError(f"the port of {origin!r} is not a number from 0 to 65535") from None
-
-
-def parse_tcp_bind(text: str) -> TcpBind:
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-        if ":" not in host:
-            raise ValueError(f"only an IPv6 address has brackets, and {host} is not one")
-    elif ":" in host and "/" not in host:
-        raise ValueError("an IPv6 address needs brackets: [::1]:8090")
-    if not colon or not host or "/" in host:
-        raise ValueError("expected HOST:PORT, tls:HOST:PORT or unix:PATH")
-    return TcpBind(parse_host(host), parse_port(port))
 
 
 def parse_host(text: str) -> str:
@@ -435,71 +345,3 @@ def _each_once(text: str) -> tuple[str, ...]:
 def parse_outgoing(text: str) -> AllowedNetworks:
     """Reads networks, or words for some, between commas; an empty list allows no connection."""
     return parse_networks(parse_list(text))
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting: how a text becomes its value, and its default.
-
-    If `of` is a class of options, the setting sets its member `field`. Else it sets the field of
-    `Config` with the setting's name, or `kvd.config.load` makes another field of it. An OFF becomes
-    None there.
-    """
-
-    parse: Parse
-    metavar: str  # the unit or form of the value
-    help: str
-    default: Any = None
-    when_unset: str = ""  # what a default of None means, for help and documentation
-    live: bool = False  # whether a reload changes it in a running daemon
-    common: bool = False  # whether the short help shows it
-    also: str | None = None  # another name of its flag
-    env: str = ENV_PREFIX  # its variable, or the prefix of its name, which ends in _
-    also_env: tuple[str, ...] = ()  # further variables
-    empty_is_wrong: bool = False  # whether an empty variable is an error; else it counts as unset
-    default_env: str | None = None  # a variable of systemd that gives the default
-    options_class: type | None = None  # has the member that it sets; None: `Config`
-    field: str = ""
-    name: str = ""  # given by the table
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return (self.flag,) if self.also is None else (self.flag, self.also)
-
-    @property
-    def is_switch(self) -> bool:
-        """Returns whether its flag can also stand alone, or as --no-...."""
-        return self.parse is parse_switch
-
-    @property
-    def is_text(self) -> bool:
-        """Returns whether its value is a text that must not be read as a number."""
-        return self.parse in (str, parse_name, parse_path, parse_host, parse_server_name)
-
-    @property
-    def many(self) -> bool:
-        """Returns whether it takes several values, which a flag separates by commas."""
-        return self.metavar.endswith(",...")
-
-    @property
-    def listed(self) -> bool:
-        """Returns whether a file may give it as an array."""
-        return ",..." in self.metavar
-
-    @property
-    def variable(self) -> str:
-        return self.env + self.name.upper() if self.env.endswith("_") else self.env
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """All variables that are read, its own first."""
-        return (self.variable, *self.also_env)
-
-    @property
-    def is_borrowed(self) -> bool:
-        """Returns whether other programs of the fleet read its variable as well."""
-        return not self.variable.startswith(ENV_PREFIX)

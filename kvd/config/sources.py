@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from kvd.config import file as configfile
 from kvd.config.errors import StartError
-from kvd.config.parsers import ENV_PREFIX, OFF, Setting, nearest
+from kvd.config.parsers import OFF, nearest
+from kvd.config.setting import ENV_PREFIX, Setting
 from kvd.config.settings import SETTINGS, WITHOUT_EFFECT
 from kvd.wire.urls import masked
 

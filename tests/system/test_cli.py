@@ -23,8 +23,9 @@ from kvd.cli.serving import (
     serve_settings,
     slot_tracker_settings,
 )
+from kvd.config.binds import parse_face_binds
 from kvd.config.load import load
-from kvd.config.parsers import OFF, parse_face_binds
+from kvd.config.parsers import OFF
 from kvd.config.settings import COMMON, GROUPS, SELECT_SERVICE_SETTINGS, SETTINGS
 from kvd.config.sources import DEFAULTS, FACE_BINDS
 from kvd.platform.descriptors import LEAST

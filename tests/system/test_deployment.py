@@ -16,8 +16,9 @@ import yaml
 import zmq
 
 from kvd.cli.main import main
+from kvd.config.binds import TcpBind
 from kvd.config.errors import StartError
-from kvd.config.parsers import OFF, TcpBind
+from kvd.config.parsers import OFF
 from kvd.config.settings import SETTINGS
 from kvd.config.sources import FACE_BINDS
 from kvd.fleet_file import parse as fleetfile

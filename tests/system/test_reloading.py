@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvd.config.errors import StartError
 from kvd.config.load import load
-from kvd.config.parsers import Setting
 from kvd.config.reload import ConfigReader
+from kvd.config.setting import Setting
 from kvd.config.settings import SETTINGS
 from kvd.config.sources import CONFIG, TLS_FILES, UPSTREAM_TLS_FILES
 from kvd.selection.queue import QueuePolicy, SelectionQueue, Urgency

@@ -24,7 +24,7 @@ from kvd.cli.face_client import FaceClient, addresses
 from kvd.cli.main import main
 from kvd.cli.status import FaceStatus, check, of_one_process, read_samples
 from kvd.config import settings, sources
-from kvd.config.parsers import Binds, TcpBind, UnixBind
+from kvd.config.binds import Binds, TcpBind, UnixBind
 from kvd.config.sections import listening
 from tests.support import http_client
 from tests.support.asking import FACES, make_client_certificates

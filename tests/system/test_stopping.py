@@ -16,8 +16,9 @@ import trio.abc
 
 from kvd.app.assembly import DescriptorBounds, Start
 from kvd.app.daemon import serve
+from kvd.config.binds import Binds, TcpBind
 from kvd.config.load import load
-from kvd.config.parsers import OFF, Binds, TcpBind
+from kvd.config.parsers import OFF
 from kvd.config.reload import ConfigReader
 from kvd.config.sources import FACE_BINDS
 from kvd.platform.activation import PassedSockets

@@ -11,17 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.cli.serving import GATEWAY_DEFAULTS
+from kvd.config.binds import TcpBind, UnixBind, parse_bind, parse_face_binds
 from kvd.config.errors import StartError
 from kvd.config.load import Config, ReplicaSyncOptions, load
-from kvd.config.parsers import (
-    OFF,
-    TcpBind,
-    UnixBind,
-    parse_bind,
-    parse_face_binds,
-    parse_list,
-    parse_uint,
-)
+from kvd.config.parsers import OFF, parse_list, parse_uint
 from kvd.config.sections.listening import (
     DEFAULT_INDEXER_BIND,
     DEFAULT_SLOT_TRACKER_BIND,

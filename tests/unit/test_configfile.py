@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from kvd.cli.main import load_config, main
 from kvd.cli.settings_page import TITLE
 from kvd.config import file as configfile
+from kvd.config.binds import parse_face_binds
 from kvd.config.errors import StartError
 from kvd.config.load import load
-from kvd.config.parsers import Setting, parse_face_binds
+from kvd.config.setting import Setting
 from kvd.config.settings import SETTINGS
 from kvd.config.sources import CONFIG, EffectiveSetting, resolve
 from tests.support.budget import scaled

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvd.config import parsers
-from kvd.config.parsers import Setting
 from kvd.config.sections.rows import I32_MAX, count, file, pause, seconds, section
+from kvd.config.setting import Setting
 from kvd.model import DEFAULT_TENANT
 from kvd.net.dialing import LOOKUP_EVERY_S, LOOKUP_S
 from kvd.net.link import LinkOptions

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvd.config import parsers
-from kvd.config.parsers import Setting
 from kvd.config.sections.rows import file, pause, seconds, section, switch
+from kvd.config.setting import Setting
 from kvd.gateway.exchanges import RelayLimits
 from kvd.gateway.pools import DEFAULT_REMOTE_TOKENS
 from kvd.gateway.remote import DEFAULT_DEADLINE_S

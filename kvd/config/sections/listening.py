@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from kvd.config import parsers
-from kvd.config.parsers import OFF, Binds, Setting, TcpBind
+from kvd.config.binds import Binds, TcpBind, parse_face_binds
+from kvd.config.parsers import OFF
 from kvd.config.sections.rows import file, seconds, section, switch
+from kvd.config.setting import Setting
 from kvd.http.limits import DEFAULT_BODY_LIMIT, HttpLimits
 
 # The ports of the originals, on loopback only.
@@ -22,7 +24,7 @@ LEAST_HEAD_BYTES, LEAST_HEADERS = 4096, 48
 # Microseconds in which the next request of a client on this machine, or near it, arrives.
 MAX_BUSY_WAIT_US = 1000
 
-binds = partial(Setting, parsers.parse_face_binds, "[tls:]HOST:PORT|unix:PATH,...|off", common=True)
+binds = partial(Setting, parse_face_binds, "[tls:]HOST:PORT|unix:PATH,...|off", common=True)
 
 BIND_SETTINGS = section(
     indexer_bind=binds("addresses of the KV indexer", Binds((DEFAULT_INDEXER_BIND,))),

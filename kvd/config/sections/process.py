@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvd.config import parsers
-from kvd.config.parsers import Setting
 from kvd.config.sections.rows import file, section, switch
+from kvd.config.setting import Setting
 from kvd.net.backlog import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES
 from kvd.telemetry.logs import FORMS, LEVELS
 from kvd.telemetry.rotating import MAX_FILES

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from kvd.config import parsers
-from kvd.config.parsers import OFF, Setting
+from kvd.config.parsers import OFF
 from kvd.config.sections.rows import DYN, count, pause, seconds, section, switch
+from kvd.config.setting import Setting
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.policies import Policy, RouterPolicy
 from kvd.selection.queue import QueuePolicy

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvd.config import parsers
-from kvd.config.parsers import Setting
+from kvd.config.setting import Setting
 from kvd.selection.options import RouterOptions
 from kvd_core.selector.settings import Settings
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvd.config import parsers
-from kvd.config.parsers import Setting
 from kvd.config.sections.rows import count, file, section
+from kvd.config.setting import Setting
 from kvd.model import MAX_PARTITIONS
 from kvd_core.conductor.conductor import DEFAULT_SEED
 

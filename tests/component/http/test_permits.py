@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvd.app.api_server import ApiServer
 from kvd.config import tokens
+from kvd.config.binds import Binds, parse_face_binds
 from kvd.config.errors import StartError
 from kvd.config.load import load
-from kvd.config.parsers import Binds, parse_face_binds
 from kvd.faces.indexer.schemas import DESCRIPTION
 from kvd.http.auth import AccessPolicy, Authorizer, Token, is_loopback
 from kvd.http.messages import Request, Response
