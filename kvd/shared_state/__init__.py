@@ -4,10 +4,10 @@ server      the client of the server that `--state-url` names (kvd.wire.state_ad
 keys        the names of the server's keys
 entries     entries of the stream, as bytes
 pieces      heads and pieces of views, as bytes
-requests    what a process knows of a request, and what others tell of it
+requests    what is known of a request here, and as steps and views of others describe it
 outbox      `Outbox`: this process's own steps, numbered, in entries
 mirror      `Mirror`: the live requests of all processes
-booked      `BookedHere`: what others tell, applied to the ledgers here
+booked      `BookedHere`: the faces' requests, changed by the steps of others
 held        `HeldSteps`: steps that came before their booking
 progress    `Progress`: how far the steps of each process are known here
 views       a writer's view of all live requests: written in slices

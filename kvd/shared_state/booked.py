@@ -1,4 +1,4 @@
-"""The live requests of this process's faces, changed as other processes tell.
+"""The live requests of this process's faces, changed by the steps of other processes.
 
 Mirror ──> BookedHere ──> ledgers of the faces, while the journal of our own steps is paused
 """

@@ -190,9 +190,9 @@ class Mirror:
     # ---- keeping
 
     def end_lost(self) -> Iterator[None]:
-        """Ends requests that have ended here without a step of ours, and tells the others.
+        """Ends requests that have ended here without a step of ours, by steps that the others get.
 
-        The step was lost, since there was no room for it, or only replica sync told of the end.
+        The step was lost, since there was no room for it, or only replica sync announced the end.
         """
         for number, (name, known) in enumerate(list(self.requests.items()), 1):
             is_lost = known.waiting is None and not self.here.is_booked(known.face, name)
@@ -462,7 +462,7 @@ class Mirror:
             self.here.add_output(known.face, name, step.fraction)
 
     def end(self, name: Name, by: Collection[Dot]) -> None:
-        """Ends a request, as others have said by some of its dots; we say it by the rest."""
+        """Ends a request that others have ended by some of its dots; we end it by the rest."""
         for dot in self.requests[name].dots:
             if dot in by:
                 self.progress.note_ended(dot)

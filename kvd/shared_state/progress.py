@@ -5,7 +5,7 @@
     behind     writer ──> number of a step of it that exists, although earlier ones are missing here
 
 A booking that a process could not take over counts as not heard: its number, and all later ones of
-its writer, are left out of what other processes are told, so a number that they are told is true.
+its writer, are not announced to other processes, so each number that is announced is true.
 """
 
 from __future__ import annotations

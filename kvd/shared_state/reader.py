@@ -162,7 +162,7 @@ class StreamReader:
     # ---- gaps
 
     def expect(self, found: Mapping[str, Member]) -> None:
-        """Notes which steps the others announce; each that is there tells its own alone."""
+        """Notes the steps that others announce: their own, and those of processes that are gone."""
         self._expected = [
             Announced(source, writer, number)
             for source, member in found.items()

@@ -1,4 +1,4 @@
-"""What a process knows of a live request, and what other processes tell of it."""
+"""What is known of a live request here, and as steps and views of other processes describe it."""
 
 from __future__ import annotations
 
