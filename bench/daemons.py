@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -79,11 +78,6 @@ def asks(port: int, path: str, members: Mapping[str, object] | None = None) -> A
 def is_there(port: int) -> bool:
     asks(port, "/health")
     return True
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def lives(client: Client, first: int) -> list[float]:

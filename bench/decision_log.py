@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import zmq
+from machine import cpu_s
 from servers import Contender, Server, running
 
 BLOCK_SIZE = 16
@@ -31,12 +31,6 @@ TOKENS = 2048, 32_768
 LIVES, ROUNDS = 500, 7
 MODEL = {"model_name": "m"}
 HERE = Path(__file__).resolve().parent
-
-
-def cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Client:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import machine
-from errors import BenchError
+from errors import run
 from generator import Generator, Result, build
 from servers import Contender, running
 
@@ -76,7 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"floor.py: {error}")
+    run(main)

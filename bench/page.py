@@ -12,7 +12,6 @@ CPU is that of the daemon's process, for 10 s without the page and 10 s with it.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from machine import OtherLoad
+from machine import OtherLoad, cpu_s
 from playwright import sync_api as playwright
 
 from tests.support.pictured import Pictured, pictured
@@ -43,16 +42,12 @@ DRAWN = """() => [
 ]"""
 
 
-def cpu_s(fleet: Pictured) -> float:
-    fields = Path(f"/proc/{fleet.server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def watched(fleet: Pictured) -> float:
     """Returns the share of a core that the daemon takes in the next WATCHED_S seconds."""
-    before = cpu_s(fleet)
+    pid = fleet.server.process.pid
+    before = cpu_s(pid)
     time.sleep(WATCHED_S)
-    return (cpu_s(fleet) - before) / WATCHED_S
+    return (cpu_s(pid) - before) / WATCHED_S
 
 
 def drawn(browser: Any, fleet: Pictured, workers: int) -> tuple[Any, list[float]]:

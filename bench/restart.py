@@ -29,20 +29,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from daemons import (
-    LIVES,
-    MODEL,
-    ROUNDS,
-    Client,
-    asks,
-    cpu_s,
-    is_there,
-    lives,
-    p50_p99,
-    started,
-    until,
-)
+from daemons import LIVES, MODEL, ROUNDS, Client, asks, is_there, lives, p50_p99, started, until
 from errors import BenchError
+from machine import cpu_s
 from replay_engines import BATCH_BLOCKS, BLOCK_SIZE, ENGINES, Engines, tokens_of
 from servers import free_ports
 

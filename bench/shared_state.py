@@ -31,8 +31,9 @@ from itertools import count
 from pathlib import Path
 
 from agreeing import delays, healing, kvd_command, register, serving, state_server, syncing
-from daemons import LIVES, MODEL, ROUNDS, Client, asks, cpu_s, lives, p50_p99, started
+from daemons import LIVES, MODEL, ROUNDS, Client, asks, lives, p50_p99, started
 from errors import BenchError
+from machine import cpu_s
 from servers import free_ports
 
 from tests.support.state_servers import StateServer

@@ -45,7 +45,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import machine
-from errors import BenchError
+from errors import BenchError, run
 from generator import Generator, Hold, Option, Result, build
 from servers import Contender, Server, free_ports, running, running_on
 from stretches import Reading
@@ -507,7 +507,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"tails.py: {error}")
+    run(main)

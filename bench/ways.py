@@ -36,7 +36,7 @@ from statistics import median
 
 import machine
 from cores import measured
-from errors import BenchError
+from errors import BenchError, run
 from generator import Generator, Hold, Option, build
 from servers import Contender, Server, free_ports, running_on
 from tails import repeated
@@ -266,7 +266,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchError as error:
-        sys.exit(f"ways.py: {error}")
+    run(main)
