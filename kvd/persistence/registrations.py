@@ -25,7 +25,7 @@ from kvd.errors import KvdError
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.fleet_file.none import FleetFile
 from kvd.fleet_file.parse import TABLES
-from kvd.fleet_file.rows import OF_TABLE
+from kvd.fleet_file.write import MEMBERS_OF
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.upstreams import CALLS, Upstreams
 from kvd.index.peers import Peers
@@ -139,7 +139,7 @@ class Registrations:
         for table, wanted, known in self._all():
             if not self.is_set(table, wanted):
                 mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
-                yield table, wanted, known, OF_TABLE[table](wanted), mark
+                yield table, wanted, known, MEMBERS_OF[table](wanted), mark
 
     def is_set(self, table: str, wanted: Any) -> bool:
         """Returns whether the fleet file has registered something under the same key."""

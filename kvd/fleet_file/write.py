@@ -1,4 +1,4 @@
-"""Writes the registrations of the faces as rows of a fleet file, which `parse` reads.
+"""Writes registrations of the faces as rows of a fleet file, the reverse of `parse`.
 
 RegisteredRank, RegisteredWorker, WorkerRecord, ... ──> members of an entry of its table
 """
@@ -76,7 +76,7 @@ def of_replica(replica: RegisteredReplica) -> Members:
     return {"endpoint": replica.endpoint, **_given(curve_server_key=replica.server_key)}
 
 
-OF_TABLE: Mapping[str, Callable[[Any], Members]] = {
+MEMBERS_OF: Mapping[str, Callable[[Any], Members]] = {
     "indexer": of_rank,
     "slot_tracker": of_slots,
     "selection": of_worker,
