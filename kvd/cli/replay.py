@@ -57,36 +57,8 @@ def add_options(
     )
     add_traffic_options(parser.add_argument_group("recorded requests"), usage)
     add_fleet_options(parser.add_argument_group("engines"), usage)
-    group = parser.add_argument_group("routers")
-    group.add_argument(
-        "--event-delay-ms",
-        type=usage(_span),
-        metavar="MS[-MS]",
-        default=(0.0, 0.0),
-        help="time until KV events are heard, drawn from this range (default 0)",
-    )
-    number = partial(_add_number, group, usage)
-    number("--routers", COUNT, 1, "N", "routers at work")
-    group.add_argument(
-        "--no-sync",
-        dest="synced",
-        action="store_false",
-        help="routers do not hear of each other's requests",
-    )
-    group = parser.add_argument_group("rounds and output")
-    number = partial(_add_number, group, usage)
-    help = "replays of each policy, all policies with the same arrivals"
-    number("--rounds", COUNT, 3, "N", help)
-    number("--seed", COUNT, 1, "N", "seed of the first round")
-    group.add_argument(
-        "--jobs",
-        type=usage(COUNT),
-        metavar="N",
-        help="maximum number of concurrent replays (default: one per processor)",
-    )
-    file = usage(parsers.parse_path)
-    group.add_argument("--plot", type=file, metavar="FILE", help="picture to write, as SVG")
-    group.add_argument("--json", type=file, metavar="FILE", help="figures to write, as JSON")
+    add_router_options(parser.add_argument_group("routers"), usage)
+    add_round_options(parser.add_argument_group("rounds and output"), usage)
 
 
 def add_traffic_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
@@ -154,6 +126,40 @@ def add_fleet_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
         metavar="SECONDS",
         help="time at which the last engine joins with an empty cache (default: from the start)",
     )
+
+
+def add_router_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
+    number = partial(_add_number, group, usage)
+    group.add_argument(
+        "--event-delay-ms",
+        type=usage(_span),
+        metavar="MS[-MS]",
+        default=(0.0, 0.0),
+        help="time until KV events are heard, drawn from this range (default 0)",
+    )
+    number("--routers", COUNT, 1, "N", "routers at work")
+    group.add_argument(
+        "--no-sync",
+        dest="synced",
+        action="store_false",
+        help="routers do not hear of each other's requests",
+    )
+
+
+def add_round_options(group: argparse._ArgumentGroup, usage: Usage) -> None:
+    number = partial(_add_number, group, usage)
+    help = "replays of each policy, all policies with the same arrivals"
+    number("--rounds", COUNT, 3, "N", help)
+    number("--seed", COUNT, 1, "N", "seed of the first round")
+    group.add_argument(
+        "--jobs",
+        type=usage(COUNT),
+        metavar="N",
+        help="maximum number of concurrent replays (default: one per processor)",
+    )
+    file = usage(parsers.parse_path)
+    group.add_argument("--plot", type=file, metavar="FILE", help="picture to write, as SVG")
+    group.add_argument("--json", type=file, metavar="FILE", help="figures to write, as JSON")
 
 
 def _add_number(
