@@ -17,7 +17,7 @@ from kvd.index.peers import MAX_PEERS
 from kvd.index.served_models import ServedKey
 from kvd.model import is_name
 from kvd.wire.egress import AllowedNetworks, parse_networks
-from kvd.wire.endpoints import check_replica_endpoint
+from kvd.wire.endpoints import check_bound_endpoint
 from kvd.wire.hosts import in_ascii, literal
 from kvd.wire.state_address import parse_address
 from kvd.wire.urls import (
@@ -329,7 +329,7 @@ def parse_replica_peers(text: str) -> tuple[str, ...]:
     endpoints = _each_once(text)
     for endpoint in endpoints:
         try:
-            check_replica_endpoint(endpoint)
+            check_bound_endpoint(endpoint)
         except BadRequest as error:
             raise ValueError(str(error)) from None
     return endpoints

@@ -61,7 +61,7 @@ def _entry(
     dp_rank = _number("dp_rank", rank, U32_MAX) if colon else 0
     if len(urls) > 1 or len(replays) > 1:
         raise ValueError("the entry has more than one replay endpoint or more than one URL")
-    outgoing.check_replica_endpoint(endpoint)
+    outgoing.check_bound_endpoint(endpoint)
     for each in replays:
         outgoing.check_replay_endpoint(each)
     for each in urls:

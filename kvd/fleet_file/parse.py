@@ -81,7 +81,7 @@ class Table:
 
 
 def _check_listened(wanted: RegisteredRank | Described, outgoing: EgressPolicy) -> None:
-    outgoing.check_replica_endpoint(wanted.endpoint)
+    outgoing.check_bound_endpoint(wanted.endpoint)
     if wanted.replay_endpoint is not None:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
     check_server_key(wanted.server_key)
@@ -90,14 +90,14 @@ def _check_listened(wanted: RegisteredRank | Described, outgoing: EgressPolicy) 
 def _check_worker(wanted: WorkerRecord, outgoing: EgressPolicy) -> None:
     for endpoint in (wanted.kv_events_endpoint, *wanted.kv_events_endpoints.values()):
         if endpoint:
-            outgoing.check_replica_endpoint(endpoint)
+            outgoing.check_bound_endpoint(endpoint)
     if wanted.replay_endpoint:
         outgoing.check_replay_endpoint(wanted.replay_endpoint)
     check_server_key(wanted.curve_server_key)
 
 
 def _check_replica(wanted: RegisteredReplica, outgoing: EgressPolicy) -> None:
-    outgoing.check_replica_endpoint(wanted.endpoint)
+    outgoing.check_bound_endpoint(wanted.endpoint)
     check_server_key(wanted.server_key)
 
 

@@ -101,7 +101,7 @@ class Replicas:
         on a faulty address or key, Unavailable at the bound.
         """
         links = self._enabled()
-        self._outgoing.check_replica_endpoint(endpoint)
+        self._outgoing.check_bound_endpoint(endpoint)
         check_server_key(server_key)
         known = self._replicas.get(endpoint)
         if known is not None:

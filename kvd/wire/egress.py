@@ -155,9 +155,9 @@ class EgressPolicy:
             self.refused_names += 1
             raise endpoints.refused(endpoint, fault, "replay")
 
-    def check_replica_endpoint(self, endpoint: str) -> None:
-        """Raises BadRequest unless another process may publish there."""
-        endpoints.check_replica_endpoint(endpoint)
+    def check_bound_endpoint(self, endpoint: str) -> None:
+        """Checks like `check_endpoint`; no socket is bound to `*` or port 0: these are refused."""
+        endpoints.check_bound_endpoint(endpoint)
         self.check_endpoint(endpoint)
 
     def check_url(self, url: str) -> None:

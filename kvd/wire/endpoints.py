@@ -57,8 +57,8 @@ def check_replay_endpoint(endpoint: str) -> None:
         raise refused(endpoint, str(error), "replay") from None
 
 
-def check_replica_endpoint(endpoint: str) -> None:
-    """Raises BadRequest unless another process may publish there."""
+def check_bound_endpoint(endpoint: str) -> None:
+    """Checks like `check_endpoint`; no socket is bound to `*` or port 0, so these are refused."""
     check_endpoint(endpoint)
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if endpoint.startswith("tcp://"):

@@ -131,7 +131,7 @@ def passes(outgoing: EgressPolicy, text: str) -> bool:
 def test_private_addresses_may_be_connected_to(host: str) -> None:
     EgressPolicy().check_endpoint(endpoint(host))
     EgressPolicy().check_replay_endpoint(endpoint(host))
-    EgressPolicy().check_replica_endpoint(endpoint(host))
+    EgressPolicy().check_bound_endpoint(endpoint(host))
 
 
 @pytest.mark.parametrize("host", [*PUBLIC, *NEVER, *HIDDEN])
@@ -140,7 +140,7 @@ def test_others_may_not(host: str) -> None:
     checks = (
         outgoing.check_endpoint,
         outgoing.check_replay_endpoint,
-        outgoing.check_replica_endpoint,
+        outgoing.check_bound_endpoint,
     )
     everywhere = host in ("0.0.0.0", "::")
     why = "stands for every address of .*" if everywhere else "is not in outgoing_allow"
