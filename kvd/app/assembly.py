@@ -228,18 +228,7 @@ def keeper_of(
 ) -> Keeper | NoKeeper:
     if store is None:
         return NoKeeper()
-    return Keeper(
-        store,
-        parts.state,
-        parts.registry,
-        parts.publishers,
-        ledgers,
-        parts.slots,
-        parts.selections,
-        parts.peers,
-        registrations,
-        trio.current_time,
-    )
+    return Keeper(store, parts.state, ledgers, registrations, trio.current_time)
 
 
 def open_decision_log(config: Config, stack: ExitStack) -> RotatingWriter | None:

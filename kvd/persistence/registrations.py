@@ -98,7 +98,7 @@ class Registrations:
     """The registrations of clients, without those of the settings and the fleet file."""
 
     def __init__(self, faces: Faces, config: Config, fleet: FleetFile) -> None:
-        self._faces = faces
+        self.faces = faces
         self._fleet = fleet
         self._ranks = {worker.key for worker in config.workers}
         self._workers = {record.worker_id for record in config.catalog}
@@ -107,7 +107,7 @@ class Registrations:
 
     @property
     def changes(self) -> int:
-        return self._faces.changes
+        return self.faces.changes
 
     async def frames(self) -> list[bytes]:
         """Returns all registrations as frames; other tasks run meanwhile."""
@@ -126,7 +126,7 @@ class Registrations:
             made.append(frame(ROUTER_SETTINGS, packed(settings)))
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
-        if peers := self._faces.peers.named():
+        if peers := self.faces.peers.named():
             made.append(frame(PEERS, packed(peers)))
         return made
 
@@ -147,7 +147,7 @@ class Registrations:
         return self._fleet.held(table, key) is not None
 
     def _all(self) -> Iterator[tuple[str, Any, object]]:
-        faces = self._faces
+        faces = self.faces
         for each in faces.registry.owned_by(INDEXER):
             # The registration may have been removed since the list was made.
             if each.key not in self._ranks and faces.registry.find(each.key) is each:
@@ -182,7 +182,7 @@ class Registrations:
 
     def router_settings(self) -> Iterator[KeptSettings]:
         """Yields the router settings that clients have made, by model and by tenant."""
-        for tuning_key, changes in self._faces.selections.tuning.all_changes():
+        for tuning_key, changes in self.faces.selections.tuning.all_changes():
             settings = self.without_file(tuning_key, changes)
             if settings:
                 yield tuning_key, settings
@@ -192,7 +192,7 @@ class Registrations:
     ) -> None:
         """Replaces clients' settings of a model or tenant; raises ValueError and TypeError."""
         names = self.without_file(tuning_key, before)
-        self._faces.selections.tuning.replace(
+        self.faces.selections.tuning.replace(
             tuning_key, names, self.without_file(tuning_key, after)
         )
 
@@ -207,7 +207,6 @@ async def register_again(
     frames: list[Frame],
     targets: Mapping[str, RegistrationTarget],
     registrations: Registrations,
-    peers: Peers,
 ) -> Again:
     """Makes the kept registrations again; logs and passes over those that cannot be made.
 
@@ -229,7 +228,7 @@ async def register_again(
             registrations.replace_settings(tuning_key, {}, changes)
     for url in named:
         with again.counted("peer", url):
-            peers.add(url)
+            registrations.faces.peers.add(url)
     return again
 
 

@@ -24,9 +24,6 @@ import trio
 from kvd.errors import KvdError
 from kvd.fleet_file.follower import RegistrationTarget
 from kvd.index.partitions import State
-from kvd.index.peers import Peers
-from kvd.index.publishers import Publishers
-from kvd.index.registry import Registry
 from kvd.index.restore import bring_in, planned_of
 from kvd.model import InstanceId, PartitionKey
 from kvd.persistence import snapshot
@@ -38,9 +35,7 @@ from kvd.persistence.holdings import Restoring
 from kvd.persistence.journal import MAX_WAITING_BYTES, RETRY_S, JournalWriter, SharedUntil
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
-from kvd.selection.service import Selections
 from kvd.slots.shared_loads import Ledgers
-from kvd.slots.trackers import SlotTrackers
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label, counter, gauge
 from kvd.telemetry.stretches import SNAPSHOT
@@ -121,28 +116,29 @@ class Keeper:
         self,
         store: StateStore,
         state: State,
-        registry: Registry,
-        publishers: Publishers,
         ledgers: Ledgers,
-        slots: SlotTrackers,
-        selections: Selections,
-        peers: Peers,
         registrations: Registrations,
         clock: Callable[[], float],
     ) -> None:
+        faces = registrations.faces
         self._store = store
         self._directory = store.directory
         self.stats = store.stats
         self._state = state
-        self._registry = registry
-        self._publishers = publishers
-        self._slots = slots
-        self._selections = selections
-        self._peers = peers
+        self._registry = faces.registry
+        self._publishers = faces.publishers
+        self._slots = faces.slots
+        self._selections = faces.selections
         self._registrations = registrations
         self._clock = clock
         self._writer = JournalWriter(
-            store.directory, store.journal, ledgers, slots, selections, state.instance_id, clock
+            store.directory,
+            store.journal,
+            ledgers,
+            faces.slots,
+            faces.selections,
+            state.instance_id,
+            clock,
         )
         self._restored: list[tuple[PartitionKey, InstanceId]] = []  # instances of the snapshot
         self._is_begun = False  # everything but the index has been restored
@@ -162,7 +158,7 @@ class Keeper:
         path = self._directory.file(Content.REGISTRATIONS)
         try:
             frames = await trio.to_thread.run_sync(frames_of, path, Content.REGISTRATIONS)
-            again = await register_again(frames, targets, self._registrations, self._peers)
+            again = await register_again(frames, targets, self._registrations)
         except FileNotFoundError:
             return
         except (OSError, Damaged) as error:
