@@ -1,4 +1,4 @@
-"""Bodies for POST routes: faults for which any route refuses a body, and checks of the refusals.
+"""Bodies for POST routes: faults for which any route refuses a body, and checks of refusals.
 
 `indexer_bodies.py` and its like for other faces have a valid body for each route of their face.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,3 +292,15 @@ CHECKS: dict[str, Callable[[Refusals, str], None]] = {
     "bodies must be announced as JSON": Refusals.check_content_types,
     "a body over the limit is 413": Refusals.check_limit,
 }
+
+
+def check_methods(client: Client, allowed: Mapping[str, str]) -> None:
+    """Asserts that these paths refuse other methods than theirs, and do not end in a slash."""
+    for path, methods in allowed.items():
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            if method not in methods:
+                response = client.request(method, path)
+                assert (path, method, response.status_code) == (path, method, 405)
+                assert response.headers["allow"] == methods
+                assert response.json().keys() == {"error"}
+        assert client.post(path + "/", json={}).status_code == 404
