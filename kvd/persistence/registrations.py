@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -94,6 +94,16 @@ class Again:
             log.warning("registration_not_restored", registration=label, reason=str(error))
 
 
+class ClientRegistration(NamedTuple):
+    """A registration that a client has made by a call."""
+
+    table: str
+    wanted: Any  # the value that the table's RegistrationTarget takes
+    known: object  # stands for the registration there
+    members: dict[str, Any]  # of its row
+    mark: str  # SHARED, or empty
+
+
 class Registrations:
     """The registrations of clients, without those of the settings and the fleet file."""
 
@@ -113,7 +123,7 @@ class Registrations:
         """Returns all registrations as frames; other tasks run meanwhile."""
         made: list[bytes] = []
         rows: list[Row] = []
-        served = ((table, members, mark) for table, _, _, members, mark in self.rows())
+        served = ((each.table, each.members, each.mark) for each in self.rows())
         for row in chain(self.unserved, served):
             rows.append(row)
             if len(rows) == SLICE:
@@ -130,16 +140,12 @@ class Registrations:
             made.append(frame(PEERS, packed(peers)))
         return made
 
-    def rows(self) -> Iterator[tuple[str, Any, object, dict[str, Any], str]]:
-        """Yields each registration that a client has made.
-
-        Each comes as its table, its wanted value and the object that stands for it (see
-        RegistrationTarget), and as members of a row and a mark.
-        """
+    def rows(self) -> Iterator[ClientRegistration]:
+        """Yields each registration that a client has made."""
         for table, wanted, known in self._all():
             if not self.is_set(table, wanted):
                 mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
-                yield table, wanted, known, MEMBERS_OF[table](wanted), mark
+                yield ClientRegistration(table, wanted, known, MEMBERS_OF[table](wanted), mark)
 
     def is_set(self, table: str, wanted: Any) -> bool:
         """Returns whether the fleet file has registered something under the same key."""

@@ -142,12 +142,11 @@ class Catalog:
     async def _here(self) -> dict[Field, CatalogRow]:
         """Returns the registrations of clients here; other tasks run meanwhile."""
         found: dict[Field, CatalogRow] = {}
-        for number, (table, wanted, known, members, mark) in enumerate(
-            self._registrations.rows(), 1
-        ):
-            if table != "replica":
-                row = CatalogRow(table, json.dumps(members, sort_keys=True), mark, known=known)
-                found[_field(table, wanted)] = row
+        for number, each in enumerate(self._registrations.rows(), 1):
+            if each.table != "replica":
+                members = json.dumps(each.members, sort_keys=True)
+                row = CatalogRow(each.table, members, each.mark, known=each.known)
+                found[_field(each.table, each.wanted)] = row
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
         settings = self._registrations.router_settings()
