@@ -20,8 +20,10 @@ cdef class BusyWait:
     cdef readonly int64_t found_ns, lost_ns
 
     # Waits as poll(2) does, and returns the same. The last descriptor must be readable whenever any
-    # other is.
-    cdef int wait(self, pollfd* watched, size_t count, int timeout_ms) noexcept nogil
+    # other is. `began` is the time now.
+    cdef int wait(
+        self, pollfd* watched, size_t count, int timeout_ms, int64_t began
+    ) noexcept nogil
 
     cdef bint _pays(self, int64_t now) noexcept nogil
     cdef bint _is_machine_busy(self, int64_t now) noexcept nogil

@@ -58,16 +58,17 @@ cdef class BusyWait:
         watched.fd = fd
         watched.events = POLLIN
         with nogil:
-            ready = self.wait(&watched, 1, timeout_ms)
+            ready = self.wait(&watched, 1, timeout_ms, now_ns())
         return ready > 0
 
-    cdef int wait(self, pollfd* watched, size_t count, int timeout_ms) noexcept nogil:
-        cdef int64_t began, polled, now
+    cdef int wait(
+        self, pollfd* watched, size_t count, int timeout_ms, int64_t began
+    ) noexcept nogil:
+        cdef int64_t polled, now = began
         cdef int ready
         cdef bint is_prompt
         if self._longest_ns == 0:
             return _sleep(watched, count, timeout_ms)
-        began = now = now_ns()
         if self._pays(began):
             while True:
                 polled = now

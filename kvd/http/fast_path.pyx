@@ -381,7 +381,7 @@ cdef class FastPath:
             done = kAll
             for i in range(count):
                 self._serve_edge(events[i])
-                if now_ns() >= late and i + 1 < count:
+                if i + 1 < count and now_ns() >= late:
                     for rest in range(i + 1, count):
                         self._postponed.push_back(events[rest])
                     self._remind()
@@ -715,7 +715,7 @@ def serve_between(list pollables not None, int others, runnable not None, BusyWa
     while now < end:
         timeout_ms = <int>((min(end - now, linger) + 999999) // 1000000)
         with nogil:
-            ready = awake.wait(watched.data(), watched.size(), timeout_ms)
+            ready = awake.wait(watched.data(), watched.size(), timeout_ms, now)
         if ready <= 0:
             break
         began = begin_stretch()

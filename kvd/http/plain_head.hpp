@@ -30,6 +30,15 @@ struct Text {
   }
 };
 
+// Of the name of a header.
+inline constexpr std::array<bool, 256> kNameChars = [] {
+  std::array<bool, 256> allowed{};
+  for (unsigned char c = 'a'; c <= 'z'; c++) allowed[c] = allowed[c - 'a' + 'A'] = true;
+  for (unsigned char c = '0'; c <= '9'; c++) allowed[c] = true;
+  allowed['-'] = allowed['_'] = true;
+  return allowed;
+}();
+
 // Printable, allowed in a URL, and not the end of a path.
 inline constexpr std::array<bool, 256> kTargetChars = [] {
   std::array<bool, 256> allowed{};
@@ -230,10 +239,7 @@ class PlainHeadReader {
 
   static bool target_char(char c) { return kTargetChars[static_cast<uint8_t>(c)]; }
 
-  static bool name_char(char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' ||
-           c == '_';
-  }
+  static bool name_char(char c) { return kNameChars[static_cast<uint8_t>(c)]; }
 
   const char* p_;
   const char* const end_;
