@@ -15,8 +15,11 @@ cdef extern from "selector/pool.hpp" namespace "kvd::selector" nogil:
         # Predictions (NULL: none) are for ranks without events; the bound is for the index's own.
         CPool(uint32_t, const CIndex*, CPredicted*, double) except +
         void add(const CCandidate&) except +    # ascending by (worker, dp rank)
+        # Adds candidates of whole workers, [begin, end) of another pool, behind those here.
+        void add_from(const CPool&, size_t, size_t) except +
         size_t size()
         uint32_t block_size()
+        double bound()
         const CCandidate& candidate(size_t)
         size_t position(uint64_t, uint32_t)     # of the first candidate that does not sort before
         uint32_t end_of_worker(const CCandidate&)

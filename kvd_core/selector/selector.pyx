@@ -18,6 +18,7 @@ from operator import itemgetter
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.math cimport INFINITY
+from libc.stddef cimport ptrdiff_t
 from libc.string cimport memset
 from libcpp.string_view cimport string_view
 
@@ -168,8 +169,6 @@ cdef class Pool:
         another index, or a rank that comes twice; KeyError for a rank that is not in the ledger
         under this id. O(candidates log candidates).
         """
-        cdef Worker worker
-        cdef CCandidate c
         cdef const CIndex* blocks = NULL
         cdef CPredicted* predicted = NULL
         if block_size == 0 or (index is not None and index.c.block_size() != block_size):
@@ -183,19 +182,28 @@ cdef class Pool:
         if predictions is not None:
             predicted = predictions.c
         self.c = new CPool(block_size, blocks, predicted, predicted_bound)
-        for each in self.candidates:
+        self.add(self.candidates)
+        self.complete()
+
+    cdef int add(self, candidates) except -1:
+        cdef Worker worker
+        cdef CCandidate c
+        for each in candidates:
             c.worker_id, c.dp_rank, worker, c.booked, c.max_batch_tokens, total = each
             if self.c.size() and is_same_rank(&self.c.candidate(self.c.size() - 1), &c):
                 raise ValueError(f"rank {c.dp_rank} of worker {c.worker_id} comes twice")
             c.total_blocks = -1 if total is None else total
-            if ledger.find_rank(c.worker_id, c.dp_rank) != c.booked:
+            if self.ledger.find_rank(c.worker_id, c.dp_rank) != c.booked:
                 raise KeyError(c.booked)
-            if worker is not None and (index is None or worker.index is not index):
+            if worker is not None and (self.index is None or worker.index is not self.index):
                 raise ValueError(f"worker {c.worker_id} is not of the pool's index")
             c.caches = NULL
             if worker is not None:
                 c.caches = &worker.c
             self.c.add(c)
+        return 0
+
+    cdef int complete(self) except -1:
         cdef size_t n = self.c.size()
         self.open.resize(n)
         self.spare.resize(n)
@@ -209,6 +217,7 @@ cdef class Pool:
         if n != 0:
             self.choice.candidates = &self.c.candidate(0)
             self.choice.states = &self.c.state(0)
+        return 0
 
     def __dealloc__(self):
         del self.c
@@ -296,22 +305,75 @@ cdef class Pool:
 
     # ---- choosing
 
+    def is_like(self, Pool other not None):
+        """Returns whether another pool has the same index, ledger, predictions and block size."""
+        return (
+            self.index is other.index
+            and self.ledger is other.ledger
+            and self.predictions is other.predictions
+            and self.c.block_size() == other.c.block_size()
+        )
+
+    def renewed(self, dict changes not None):
+        """Returns a pool of the same index, ledger and predictions, with these workers exchanged.
+
+        `changes` has, by worker id, the worker's Candidates from now on, ascending by dp rank; none
+        if it has left. All ranks are heard and reachable, and keep their turns. Raises as the
+        constructor does. O(candidates), at 0.03 µs each; only those in `changes` are checked.
+        """
+        cdef Pool pool = Pool.__new__(
+            Pool, self.index, self.ledger, self.c.block_size(), (), self.predictions, self.c.bound()
+        )
+        cdef list found = []
+        cdef size_t begin = 0, end, at
+        cdef uint64_t worker_id
+        for worker_id in sorted(changes):
+            end = self.c.position(worker_id, 0)
+            pool.keep(self, begin, end, found)
+            begin = end
+            if end != self.c.size() and self.c.candidate(end).worker_id == worker_id:
+                begin = self.c.end_of_worker(self.c.candidate(end))
+            at = pool.c.size()
+            pool.add(changes[worker_id])
+            pool.take(self, at, pool.c.size())
+            found += changes[worker_id]
+        pool.keep(self, begin, self.c.size(), found)
+        pool.candidates = tuple(found)
+        pool.choice.turn = self.choice.turn
+        pool.complete()
+        return pool
+
     def take_turns(self, Pool former not None):
         """Takes over the turns of a pool that this one replaces.
 
         O(candidates log candidates).
         """
+        self.choice.turn = former.choice.turn
+        self.take(former, 0, self.c.size())
+
+    cdef int take(self, Pool former, size_t begin, size_t end) except -1:
         cdef const CCandidate* c
         cdef size_t i, at
         cdef int line
-        self.choice.turn = former.choice.turn
-        for i in range(self.c.size()):
+        self.turns.resize(max(self.turns.size(), end * kTurns))
+        for i in range(begin, end):
             c = &self.c.candidate(i)
             at = former.c.position(c.worker_id, c.dp_rank)
             if at == former.c.size() or not is_same_rank(&former.c.candidate(at), c):
                 continue
             for line in range(kTurns):
                 self.turns[i * kTurns + line] = former.turns[at * kTurns + line]
+        return 0
+
+    cdef int keep(self, Pool former, size_t begin, size_t end, list found) except -1:
+        self.c.add_from(former.c[0], begin, end)
+        self.turns.insert(
+            self.turns.end(),
+            former.turns.begin() + <ptrdiff_t>(begin * kTurns),
+            former.turns.begin() + <ptrdiff_t>(end * kTurns),
+        )
+        found += former.candidates[begin:end]
+        return 0
 
     def choose(self, Settings settings not None, bytes eligible, uint64_t random,
                bytes factors=None):

@@ -8,6 +8,7 @@ import random
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 import msgpack
 import pytest
@@ -663,6 +664,59 @@ def test_equal_weighted_costs_go_by_overlap_then_requests_then_turns() -> None:
     other.match_again(fleet.pool.hold())
     assert other.choose(equal, None, random_) == 3
     assert other.choose(turns, None, 0) == 2
+
+
+def test_a_renewed_pool_is_one_made_of_the_ranks_that_there_are_now() -> None:
+    plans = {
+        (worker, rank): RankPlan((worker % 4, rank, 0, 0), [(1, worker % 4, rank, True)])
+        for worker in (1, 2, 4, 7, 2**64 - 1)
+        for rank in (0, 3)
+    }
+    fleet = Fleet(plans)
+    turns = DEFAULTS.replace(mode=ROUND_ROBIN)
+    made = {worker: [] for worker, _ in plans}
+    for each in fleet.pool.candidates:
+        made[each.worker_id].append(each)
+    pools = Pool(fleet.index, fleet.ledger, 16), Pool(fleet.index, fleet.ledger, 16)
+    draws = random.Random(1)
+    for _ in range(100):
+        changes = {
+            worker: [
+                each._replace(total_kv_blocks=draws.choice((None, 9)))
+                for each in draws.choice((made[worker][:1], made[worker], []))
+            ]
+            for worker in draws.sample(sorted(made), draws.randrange(4))
+        }
+        staying = [each for each in pools[0].candidates if each.worker_id not in changes]
+        renewed = pools[0].renewed(changes)
+        anew = Pool(fleet.index, fleet.ledger, 16, staying + list(chain(*changes.values())))
+        anew.take_turns(pools[1])
+        assert renewed.candidates == anew.candidates
+        assert renewed.is_like(anew)
+        for pool in (renewed, anew):
+            pool.match(packed(PROMPT[:6]), packed(ROLLING[:6]), 96)
+        assert renewed.explain(DEFAULTS) == anew.explain(DEFAULTS)
+        workers = sorted(made)[: draws.randrange(6)]
+        assert renewed.mask(workers) == anew.mask(workers)
+        assert [renewed.choose(turns, None, 0) for _ in range(3)] == [
+            anew.choose(turns, None, 0) for _ in range(3)
+        ]
+        for at in range(0, len(renewed), 2):  # this does not outlive a pool
+            renewed.set_reachable(at, False)
+            renewed.set_heard(at, False)
+        pools = renewed, anew
+
+
+def test_a_renewed_pool_checks_what_has_changed() -> None:
+    fleet = Fleet({(1, 0): RankPlan(), (2, 0): RankPlan()})
+    one, two = fleet.pool.candidates
+    with pytest.raises(KeyError):
+        fleet.pool.renewed({1: [one._replace(ledger_rank=7)]})
+    with pytest.raises(ValueError, match="comes twice"):
+        fleet.pool.renewed({2: [two, two]})
+    assert not fleet.pool.is_like(Pool(fleet.index, Ledger(), 16))
+    assert not fleet.pool.is_like(Pool(None, fleet.ledger, 16))
+    assert not Pool(None, fleet.ledger, 16).is_like(Pool(None, fleet.ledger, 8))
 
 
 def test_whoever_is_idle_and_long_left_out_takes_from_a_busy_rank() -> None:
