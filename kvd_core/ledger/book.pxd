@@ -82,25 +82,30 @@ cdef inline bint take_part(Book* book) noexcept nogil:
     return False
 
 
-cdef inline LoadedRankId known_elsewhere(
-    Book* book, uint64_t worker_id, uint32_t dp_rank
-) noexcept nogil:
-    # The id that another ledger has for a rank, kNone if none has it.
-    cdef LoadedRankId id = kNone
-    cdef Book* other
-    cdef int i
-    for i in range(kMaxLedgers):
-        other = book.loads.books[i]
-        if id == kNone and other != NULL and other != book:
-            id = find_rank(other, worker_id, dp_rank)
-    return id
-
-
 cdef inline bint is_in(
     const Listed* at, uint64_t worker_id, uint32_t first, uint32_t count
 ) noexcept nogil:
     # Whether an entry that does not sort before `first` is one of the worker's `count` ranks.
     return at.worker_id == worker_id and at.dp_rank - first < count
+
+
+cdef inline void take_known_ranks(
+    Book* book, uint64_t worker_id, uint32_t first, uint32_t count, Listed* to
+) noexcept nogil:
+    # Gives those of the worker's `count` ranks at `to` an id that other ledgers have one for.
+    cdef Book* other
+    cdef const Listed* known
+    cdef size_t at
+    cdef int i
+    for i in range(kMaxLedgers):
+        other = book.loads.books[i]
+        if other == NULL or other == book:
+            continue
+        at = position_of(other, worker_id, first)
+        while at < other.order.size() and is_in(&other.order[at], worker_id, first, count):
+            known = &other.order[at]
+            to[known.dp_rank - first].rank = known.rank
+            at += 1
 
 
 cdef inline int add_ranks(
@@ -134,12 +139,13 @@ cdef inline int add_ranks(
             book.order[begin + i - 1] = book.order[end]
         else:
             book.order[begin + i - 1] = Listed(worker_id, first + i - 1, kNone)
+    take_known_ranks(book, worker_id, first, count, &book.order[begin])
     for i in range(count):  # ids for the others, in the order of the ranks
-        if book.order[begin + i].rank != kNone:
-            continue
-        id = known_elsewhere(book, worker_id, first + i)
+        id = book.order[begin + i].rank
         if id == kNone:
             id = loads.take_rank(shared, worker_id, first + i)
+        elif has(book, id):
+            continue
         book.chains[id] = RequestList(kNone, kNone)
         book.order[begin + i].rank = id
         shared.ranks[id].owners |= book.bit
