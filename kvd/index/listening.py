@@ -6,8 +6,10 @@ listeners by keys of their own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Protocol
+
+import trio
 
 from kvd.errors import Unavailable
 from kvd.index.capacity import ListenerCapacity
@@ -18,6 +20,10 @@ from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd.wire.stream_link import STALE_AFTER_S
 from kvd.wire.stream_stats import StreamStats
+
+# Registrations that begin to end in one pass of the loop: each takes 0.4 ms there and in the next
+# passes, until its connection is closed.
+ENDED_AT_ONCE = 2
 
 
 class Listeners(Protocol):
@@ -75,3 +81,11 @@ class ListenedRegistrations:
         """Notes that a registration has gone; its listener must have stopped."""
         self._capacity.give_back()
         self.left_stats.add(listener.stats)
+
+    async def _end_all(self, ends: Iterable[Callable[[], Awaitable[None]]]) -> None:
+        """Ends registrations side by side, as each waits for its listener, a few in each pass."""
+        async with trio.open_nursery() as nursery:
+            for number, end in enumerate(ends, 1):
+                nursery.start_soon(end)
+                if number % ENDED_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -293,10 +294,7 @@ class Publishers(ListenedRegistrations):
         # Shielded: a client that goes away must not leave a publisher without its listener.
         with trio.CancelScope(shield=True):
             self._leaving.update(key for key, _ in leaving)
-            # All at once, because each waits some milliseconds for its connection to end.
-            async with trio.open_nursery() as nursery:
-                for key, publisher in leaving:
-                    nursery.start_soon(self._leave, key, publisher)
+            await self._end_all(partial(self._leave, *each) for each in leaving)
         return sorted({key.triple for key, _ in leaving})
 
     async def _leave(self, key: PublisherKey, publisher: Publisher) -> None:

@@ -10,8 +10,17 @@ registered again at the same endpoint, its stream goes on there, and missed mess
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -117,25 +126,17 @@ class Registry(ListenedRegistrations):
 
     def registrations_of(
         self, key: PartitionKey, instance_id: InstanceId, ranks: range
-    ) -> dict[int, Registration]:
-        """Returns those ranks of an instance that are registered, by dp rank, ascending."""
+    ) -> Iterator[tuple[int, Registration]]:
+        """Yields those ranks of an instance that are registered, ascending, with their dp rank.
+
+        Others may run meanwhile: a rank that they remove is left out.
+        """
         partition = self._state.partitions.get(key)
         there = () if partition is None else partition.ranks.get(instance_id, ())
-        return {
-            dp_rank: self._ranks[RankKey(key, instance_id, dp_rank)]
-            for dp_rank in sorted(there)
-            if dp_rank in ranks
-        }
-
-    def addresses_of(
-        self, key: PartitionKey, instance_id: InstanceId, ranks: range, owner: str
-    ) -> dict[int, Addresses]:
-        """Returns the addresses of those ranks that an owner has registered, by dp rank."""
-        return {
-            dp_rank: each.listener.addresses
-            for dp_rank, each in self.registrations_of(key, instance_id, ranks).items()
-            if owner in each.owners
-        }
+        for dp_rank in sorted(there):
+            found = self._ranks.get(RankKey(key, instance_id, dp_rank))
+            if found is not None and dp_rank in ranks:
+                yield dp_rank, found
 
     def block_size(self, registration: Registration) -> int:
         """Returns the tokens per block of a registration's partition."""
@@ -310,20 +311,36 @@ class Registry(ListenedRegistrations):
         leaving = [each for each in leaving if owner in each.owners or not each.owners]
         if not leaving and not any(strays):
             raise NotFound(_not_found(instance_id, model_name, tenant_id, dp_rank))
+        await self._leave_all(leaving, owner, partitions)
+
+    async def unregister_ranks(
+        self, key: PartitionKey, instance_id: InstanceId, dp_ranks: Collection[int], owner: str
+    ) -> None:
+        """Removes ranks of an instance that a face has registered; returns as `unregister` does."""
+        for dp_rank in dp_ranks:
+            self._state.note_departure(*key, instance_id, dp_rank)
+            self._drop_kept(instance_id, *key, dp_rank)
+        leaving = [self._ranks[RankKey(key, instance_id, dp_rank)] for dp_rank in dp_ranks]
+        await self._leave_all(leaving, owner, [self._state.partitions[key]])
+
+    async def _leave_all(
+        self, leaving: Iterable[Registration], owner: str, partitions: Iterable[Partition]
+    ) -> None:
+        """Removes registrations, of these partitions, for one face."""
         # Shielded: a client that goes away must not leave a rank registered without its listener.
-        # Listeners end at their next checkpoint, so this hardly takes any time.
         with trio.CancelScope(shield=True):
             self.changes += 1
             for registration in leaving:
                 registration.owners.discard(owner)
-            for registration in leaving:
-                if not registration.owners:
-                    await self._stop(registration)
-                    if self._is_current(registration):
-                        self._remove(registration)
+            await self._end_all(partial(self._leave, each) for each in leaving if not each.owners)
             self._note_left(partitions)
             for departed in self.departures:
                 await departed()
+
+    async def _leave(self, registration: Registration) -> None:
+        await self._stop(registration)
+        if self._is_current(registration):
+            self._remove(registration)
 
     async def pause(
         self,

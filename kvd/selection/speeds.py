@@ -50,6 +50,9 @@ NARROW = 0.1  # share of the median: if half of all x lie closer to it, no slope
 MAX_OBSERVED = 4096  # live requests that are observed; beyond that the oldest are forgotten
 
 
+_NONE: dict[int, _Lines] = {}  # of a worker without any
+
+
 class Estimate(NamedTuple):
     """A line, and how far it can be believed."""
 
@@ -163,7 +166,8 @@ class Speeds:
         self._clock = clock
         self._regret = regret
         self._sample = sample
-        self._lines: dict[Rank, _Lines] = {}
+        # By model, tenant and worker id, then by dp rank.
+        self._lines: dict[tuple[PartitionKey, int], dict[int, _Lines]] = {}
         self._observed: OrderedDict[str, _Observed] = OrderedDict()
         self.forgotten = 0  # observed requests beyond MAX_OBSERVED
 
@@ -236,17 +240,23 @@ class Speeds:
         return None if seen is None else seen.expected_s
 
     def _lines_of(self, rank: Rank) -> _Lines:
-        lines = self._lines.get(rank)
+        key, worker_id, dp_rank = rank
+        of_worker = self._lines.setdefault((key, worker_id), {})
+        lines = of_worker.get(dp_rank)
         if lines is None:
-            lines = self._lines[rank] = _Lines()
+            lines = of_worker[dp_rank] = _Lines()
         return lines
 
+    def _found(self, rank: Rank) -> _Lines | None:
+        key, worker_id, dp_rank = rank
+        return self._lines.get((key, worker_id), _NONE).get(dp_rank)
+
     def known_ranks(self, record: WorkerRecord) -> Iterable[int]:
-        """Returns those ranks of a worker of which a speed may be known."""
+        """Returns those ranks of a worker of which a speed may be known, ascending."""
         if record.prefill_tokens_per_s:
             return record.ranks
-        key, worker_id = record.key, record.worker_id
-        return [each for each in record.ranks if (key, worker_id, each) in self._lines]
+        of_worker = self._lines.get((record.key, record.worker_id), _NONE)
+        return [each for each in sorted(of_worker) if each in record.ranks]
 
     def prefill(self, rank: Rank) -> RankSpeed | None:
         """Returns how fast a rank prefills; None if nothing is known."""
@@ -256,7 +266,7 @@ class Speeds:
         if record is not None and record.prefill_tokens_per_s:
             base_s = (record.decode_step_ms or 0.0) / 1000.0
             return RankSpeed(base_s, 1.0 / record.prefill_tokens_per_s, 1.0, 0, True)
-        lines = self._lines.get(rank)
+        lines = self._found(rank)
         found = None if lines is None else lines.prefill.estimate(self._clock())
         if found is None:
             return None
@@ -264,7 +274,7 @@ class Speeds:
 
     def decode(self, rank: Rank) -> Estimate | None:
         """Returns the seconds of an output token as a line over live requests; None if unknown."""
-        lines = self._lines.get(rank)
+        lines = self._found(rank)
         return None if lines is None else lines.decode.estimate(self._clock())
 
     def ttft_s(self, rank: Rank, tokens: int) -> float | None:
@@ -276,10 +286,12 @@ class Speeds:
 
     def forget_absent(self) -> None:
         """Forgets the ranks of workers that have left. O(ranks)."""
-        gone = [rank for rank in (*self._lines, *self._regret.accounts) if not self._is_there(rank)]
-        for rank in gone:
-            self._lines.pop(rank, None)
-        self._regret.forget(gone)
+        for worker, of_worker in list(self._lines.items()):
+            for dp_rank in [each for each in of_worker if not self._is_there((*worker, each))]:
+                del of_worker[dp_rank]
+            if not of_worker:
+                del self._lines[worker]
+        self._regret.forget([rank for rank in self._regret.accounts if not self._is_there(rank)])
 
     def _is_there(self, rank: Rank) -> bool:
         key, worker_id, dp_rank = rank

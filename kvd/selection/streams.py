@@ -68,7 +68,7 @@ class Streams:
     def judge_joined(self, candidates: Candidates, record: WorkerRecord) -> None:
         """Judges all ranks of a worker that has just joined; waiting selections do not know it."""
         found = self._registry.registrations_of(record.key, record.worker_id, record.ranks)
-        for dp_rank, registration in found.items():
+        for dp_rank, registration in found:
             absence = self._absence(registration.listener, None)
             if absence is not None:
                 candidates.note_absence((record.worker_id, dp_rank), absence)

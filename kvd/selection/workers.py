@@ -42,6 +42,8 @@ from kvd_core.ledger import ledger
 RECONSIDERED = 64
 # Ranks whose listeners are made between two checkpoints: 0.4 ms.
 LISTENED_SLICE = 16
+# Ranks whose listeners are looked through between two checkpoints: 0.5 ms.
+SOUGHT_SLICE = 256
 # Workers looked through for a list between two checkpoints: 1 ms.
 LISTED_AT_ONCE = 2048
 
@@ -228,11 +230,11 @@ class Workers:
         """Returns the faults of a worker's event connections, by dp rank."""
         return self._streams.reasons(entry.record.key, entry.record.worker_id)
 
-    def listeners(self, entry: CatalogEntry) -> dict[int, EventStream]:
-        """Returns the event streams of a worker, by dp rank."""
+    def listeners(self, entry: CatalogEntry) -> Iterator[tuple[int, EventStream]]:
+        """Yields the event streams of a worker with their dp rank; others may run meanwhile."""
         record = entry.record
         found = self._registry.registrations_of(record.key, record.worker_id, record.ranks)
-        return {dp_rank: each.listener for dp_rank, each in found.items()}
+        return ((dp_rank, each.listener) for dp_rank, each in found)
 
     def partition(self, entry: CatalogEntry) -> Partition | None:
         """Returns the partition of the worker's model and tenant, None if there is none."""
@@ -306,7 +308,8 @@ class Workers:
         Returns the ranks that are still to be dropped once the new ones have joined.
         """
         await self._fall_silent(before, after)
-        leaving = [each for each in before.ranks if not _stays(before, after, each)]
+        stay = after.ranks if after is not None and _stays(before, after) else range(0)
+        leaving = [each for each in before.ranks if each not in stay]
         if after is None:
             self._take_out(before)
         elif not self._fits_with(before, after):
@@ -343,19 +346,22 @@ class Workers:
 
     async def _fall_silent(self, record: WorkerRecord, after: WorkerRecord | None) -> None:
         """Ends the listeners that the worker will not have after the change, and waits for that."""
-        leaving = [
-            dp_rank
-            for dp_rank, heard in self._registry.addresses_of(
-                record.key, record.worker_id, record.ranks, OWNER
-            ).items()
-            if not (_stays(record, after, dp_rank) and heard == _addresses(after, dp_rank))
-        ]
+        stays = after is not None and _stays(record, after)
+        leaving: list[int] = []
+        found = self._registry.registrations_of(record.key, record.worker_id, record.ranks)
+        for number, (dp_rank, registration) in enumerate(found, 1):
+            if OWNER in registration.owners and not (
+                stays and registration.listener.addresses == _addresses(after, dp_rank)
+            ):
+                leaving.append(dp_rank)
+            if number % SOUGHT_SLICE == 0:
+                await trio.lowlevel.checkpoint()
         candidates = self._candidates.get(record.key)
         if leaving and candidates is not None:
             # The worker can be selected until it leaves, but its blocks go with its listeners.
             candidates.changed(silent=record.worker_id)
-        for dp_rank in leaving:
-            await self._registry.unregister(record.worker_id, *record.key, dp_rank, OWNER)
+        if leaving:
+            await self._registry.unregister_ranks(record.key, record.worker_id, leaving, OWNER)
 
     def _take_out(self, record: WorkerRecord) -> None:
         """Removes a worker from its candidates: its ranks cannot be chosen any more."""
@@ -415,25 +421,21 @@ class Workers:
         return candidates
 
     def _listen(self, record: WorkerRecord, block_size: int) -> Iterator[None]:
-        heard = self._registry.addresses_of(record.key, record.worker_id, record.ranks, OWNER)
+        key, worker_id = record.key, record.worker_id
         for number, dp_rank in enumerate(record.ranks, 1):
-            found = record.addresses(dp_rank)
-            if dp_rank not in heard and found is not None:
-                rank = RankKey(record.key, record.worker_id, dp_rank)
+            rank = RankKey(key, worker_id, dp_rank)
+            known, found = self._registry.find(rank), record.addresses(dp_rank)
+            if found is not None and (known is None or OWNER not in known.owners):
                 endpoint, replay, server_key = found
                 self._registry.register(rank, endpoint, block_size, replay, OWNER, server_key)
             if number % LISTENED_SLICE == 0:
                 yield
 
 
-def _stays(record: WorkerRecord, after: WorkerRecord | None, dp_rank: int) -> bool:
-    """Returns whether a rank keeps its bookings when the record of its worker is replaced."""
-    return (
-        after is not None
-        and (after.key, after.block_size) == (record.key, record.block_size)
-        and dp_rank in after.ranks
-    )
+def _stays(before: WorkerRecord, after: WorkerRecord) -> bool:
+    """Returns whether ranks keep their bookings when the record of their worker is replaced."""
+    return (after.key, after.block_size) == (before.key, before.block_size)
 
 
 def _addresses(record: WorkerRecord | None, dp_rank: int) -> Addresses | None:
-    return None if record is None else record.addresses(dp_rank)
+    return None if record is None or dp_rank not in record.ranks else record.addresses(dp_rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -36,30 +36,46 @@ REGISTERED = (*FIELDS, "routing_group")
 WORKER = BodyScanner({}, REGISTERED, nested_bytes=MAX_NESTED_BYTES)
 
 
-def rows(workers: Workers, entry: CatalogEntry) -> Iterator[dict[str, Any] | None]:
-    """Yields None where others may run, and at last the row of a worker.
+def row(workers: Workers, entry: CatalogEntry) -> Iterator[bytes]:
+    """Yields a worker as pieces of a JSON object, and b"" where others may run.
 
-    That has its record, why it cannot be chosen, its streams and speeds.
+    It has the worker's record, why it cannot be chosen, its streams and speeds.
     """
     lifecycle, absent = workers.lifecycle(entry), workers.absent(entry)
     gone = list(absent.values()) if lifecycle is WorkerLifecycle.UNSCHEDULABLE else []
-    row = entry.record.shown(lifecycle, entry.reasons + gone)
+    shown = entry.record.shown(lifecycle, entry.reasons + gone)
     if absent:  # from here on, members that Dynamo's rows lack
-        row["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
+        shown["disconnected_dp_ranks"] = {str(dp_rank): why for dp_rank, why in absent.items()}
+    yield bodies.render(shown)[:-1]
     now = trio.current_time()
     listeners = workers.listeners(entry)
-    for at, (dp_rank, listener) in enumerate(listeners.items()):
-        if at and at % SLICE_RANKS == 0:
-            yield None
-        row.setdefault("listeners", {})[str(dp_rank)] = dict(stream_members(listener, now))
-    if speeds := dict(_speeds(workers, entry)):
-        row["speeds"] = speeds
-    if listeners and (partition := workers.partition(entry)) is not None:
-        row |= matching(partition)
-    yield row
+    has_listeners = yield from _by_rank(
+        "listeners",
+        ((dp_rank, dict(stream_members(listener, now))) for dp_rank, listener in listeners),
+    )
+    yield from _by_rank("speeds", _speeds(workers, entry))
+    if has_listeners and (partition := workers.partition(entry)) is not None:
+        yield b"," + bodies.render(matching(partition))[1:-1]
+    yield b"}"
 
 
-def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[str, Any]]]:
+def _by_rank(
+    name: str, ranks: Iterable[tuple[int, dict[str, Any]]]
+) -> Generator[bytes, None, bool]:
+    """Yields a member with an object for each dp rank; without any yields none, returns False."""
+    number = 0
+    opening = b',"%b":{' % name.encode()
+    for number, (dp_rank, shown) in enumerate(ranks, 1):
+        if number > 1 and number % SLICE_RANKS == 1:
+            yield b""
+        yield b'%b"%d":%b' % (opening, dp_rank, bodies.render(shown))
+        opening = b","
+    if number:
+        yield b"}"
+    return number > 0
+
+
+def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the speeds of those ranks of a worker whose speed is known."""
     if entry.reasons:  # it has no ranks here, however many it claims
         return
@@ -81,7 +97,7 @@ def _speeds(workers: Workers, entry: CatalogEntry) -> Iterator[tuple[str, dict[s
             shown["output_token_s"] = decode.base
             shown["output_token_s_per_request"] = decode.slope
             shown["decode_confidence"] = round(decode.confidence, 3)
-        yield str(dp_rank), shown
+        yield dp_rank, shown
 
 
 def read_worker(body: bytes) -> WorkerRecord:

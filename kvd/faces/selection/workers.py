@@ -14,7 +14,7 @@ from kvd.faces.common import bodies
 from kvd.faces.common.slices import whole
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
-from kvd.faces.selection.records import read_changes, read_worker, record, rows
+from kvd.faces.selection.records import read_changes, read_worker, record, row
 from kvd.http.messages import Request, Response
 from kvd.model import PartitionKey
 from kvd.selection.admission import CatalogEntry
@@ -77,8 +77,8 @@ def listed(selections: Selections, entries: Iterable[CatalogEntry]) -> Iterator[
     separator = b"["
     ranks = 0
     for entry in entries:
-        for row in rows(selections.workers, entry):
-            yield b"" if row is None else separator + bodies.render(row)
+        yield separator
+        yield from row(selections.workers, entry)
         separator = b","
         ranks += len(entry.record.ranks)
         if ranks >= SLICE_RANKS:
@@ -89,19 +89,13 @@ def listed(selections: Selections, entries: Iterable[CatalogEntry]) -> Iterator[
 
 async def post_worker(request: Request, *, selections: Selections) -> Response:
     entry = await selections.workers.put(read_worker(request.body))
-    response = await _row(selections, entry)
-    response.status = 201
-    return response
+    return await _row(201, selections, entry)
 
 
-async def _row(selections: Selections, entry: CatalogEntry) -> Response:
+async def _row(status: int, selections: Selections, entry: CatalogEntry) -> Response:
     """Answers with a worker's row, in steps: hundreds of ranks take milliseconds."""
     await trio.lowlevel.checkpoint()
-    found = None
-    for row in rows(selections.workers, entry):
-        found = row
-        await trio.lowlevel.checkpoint()
-    return bodies.json_response(found)
+    return Response(status, await whole(row(selections.workers, entry)))
 
 
 async def put_workers(request: Request, *, selections: Selections) -> Response:
@@ -137,11 +131,12 @@ async def patch_worker(request: Request, *, selections: Selections) -> Response:
     for fixed in ("worker_id", "model_name", "tenant_id"):
         changed.pop(fixed, None)
     entry = await selections.workers.patch(worker_id, lambda known: replace(known, **changed))
-    return await _row(selections, entry)
+    return await _row(200, selections, entry)
 
 
 async def delete_worker(request: Request, *, selections: Selections) -> Response:
     entry = await selections.workers.delete(_path_id(request))
+    await trio.lowlevel.checkpoint()
     return bodies.json_response(entry.record.shown(WorkerLifecycle.UNSCHEDULABLE, []))
 
 

@@ -14,8 +14,9 @@ import zmq
 from kvd.errors import Conflict, NotFound
 from kvd.faces.indexer.routes import pause_listener
 from kvd.http.messages import Request
+from kvd.index.listening import ENDED_AT_ONCE
 from kvd.index.partitions import State
-from kvd.index.registry import Registry
+from kvd.index.registry import INDEXER, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.dialing import Dialer
 from kvd.net.listeners import ListenerTasks
@@ -131,6 +132,42 @@ async def test_all_present_listeners_are_waited_for_until_they_are_connected(
     with trio.fail_after(NOT_MY_FAULT_S):
         await returned.wait()
     assert connected == [True]
+
+
+class Changes(trio.abc.Instrument):
+    """Counts by how much a number changes between two passes of the loop."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+        self._last = count()
+        self.by_pass: list[int] = []
+
+    def after_io_wait(self, timeout: float) -> None:
+        before, self._last = self._last, self._count()
+        self.by_pass.append(abs(self._last - before))
+
+
+@pytest.mark.parametrize("as_face", [False, True])
+async def test_the_listeners_of_a_worker_end_together_a_few_at_a_time(
+    daemon: Daemon, as_face: bool
+) -> None:
+    many = range(1, 1 + 16 * ENDED_AT_ONCE)
+    for dp_rank in many:
+        daemon.register(dp_rank)
+    await until(lambda: all(each.listener.connected for each in daemon.registry.registrations()))
+    ends = Changes(lambda: len(daemon.tasks._tasks))
+    trio.lowlevel.add_instrument(ends)
+    if as_face:
+        with trio.fail_after(NOT_MY_FAULT_S):
+            await daemon.registry.unregister_ranks(PARTITION, 1, many, INDEXER)
+        assert [each.key.dp_rank for each in daemon.registry.registrations()] == [0]
+    else:
+        await daemon.unregister()
+        assert not len(daemon.registry) and not daemon.state.partitions
+    trio.lowlevel.remove_instrument(ends)
+    assert len(daemon.tasks._tasks) == (1 if as_face else 0)
+    assert len(ends.by_pass) < len(many)
+    assert max(ends.by_pass) <= 4 * ENDED_AT_ONCE
 
 
 async def test_a_paused_listener_misses_and_catches_up(daemon: Daemon) -> None:
