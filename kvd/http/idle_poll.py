@@ -89,17 +89,24 @@ class IdlePoller(trio.abc.Instrument):
         self.awake = BusyWait()
         self.pollables: list[Pollable] = []  # in the order of their turns
         self.turns: list[Turn] = []
-        self._had_row = False  # in the pass of trio under way
+        self._row: int | None = None  # what the row in the pass of trio under way has returned
         self.warm = False  # something has been served since the last stay that served nothing
 
     def serve_row(self) -> int:
-        """Serves all pollables within a pass of trio; returns NOTHING, ALL or SOME."""
-        self._had_row = True
-        return serve_row(self.pollables, self._budget_ns, self._runnable)
+        """Serves all pollables, once in a pass of trio; returns NOTHING, ALL or SOME.
+
+        Each pollable has a task that calls this, and rows of all of them would add up.
+        """
+        if self._row is None:
+            row = serve_row(self.pollables, self._budget_ns, self._runnable)
+            if not self.usable:
+                return row
+            self._row = row
+        return self._row
 
     def before_io_wait(self, timeout: float) -> None:
         """Serves pollables for `timeout` seconds at most; one row if tasks are runnable."""
-        had_row, self._had_row = self._had_row, False
+        had_row, self._row = self._row is not None, None
         if not self.warm:
             return
         awake = timeout <= 0  # trio polls and does not sleep

@@ -22,9 +22,12 @@ import trio
 from kvd.http.fast_path import ALL, NOTHING, SOME
 from kvd.http.idle_poll import Turn, polled_when_idle
 from kvd.net.per_run import OnePerRun
+from kvd.net.turns import Turns
 
 # Longest time for which messages are served in a row before other tasks run.
 ROW_NS = 500_000
+# Longest time for handshakes in one pass of the loop; each takes 0.1 ms.
+HANDSHAKES_NS = 500_000
 AT_ONCE = 64  # ready descriptors fetched by one call of epoll; the rest comes with the next call
 
 Serve = Callable[[], bool]
@@ -33,10 +36,11 @@ Serve = Callable[[], bool]
 class Arrivals:
     """Serves or wakes the waiting links of one trio run when their descriptors become readable."""
 
-    __slots__ = ("_connecting", "_epoll", "_waiting")
+    __slots__ = ("_connecting", "_epoll", "_waiting", "handshakes")
 
     def __init__(self) -> None:
         self._connecting = trio.Lock()
+        self.handshakes = Turns(HANDSHAKES_NS)  # hundreds may be answered at the same moment
         self._epoll = select.epoll()
         self._waiting: dict[int, _Wait] = {}
 

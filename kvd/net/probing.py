@@ -25,7 +25,7 @@ AFTER_S = 1.0
 AGAIN_S = 10.0  # pause between two probes of one engine
 # Probes under way at once; a host that does not answer keeps its probe until the timeout.
 PROBES_AT_ONCE = 64
-PROBES_A_PASS = 8  # probes that begin in one pass of the loop: some 0.2 ms each
+PROBES_A_PASS = 4  # probes that begin in one pass of the loop: some 0.2 ms each
 
 
 class Prober:

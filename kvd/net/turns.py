@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import trio
 
 # Time of all listeners together in one pass of the loop; it adds to the latency of a query.
-ROUND_NS = 2_000_000
+ROUND_NS = 1_500_000
 
 # Least time of a turn outside of a task, where rows of turns are bounded (kvd.net.arrivals): enough
 # for a few messages.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvd.net.arrivals import Serve
     from kvd.net.link import Linked, LinkOptions, Runs
     from kvd.net.streamlog import StreamLog
+    from kvd.net.turns import Turns
     from kvd_core.zmq.drain import Inbox
 
 
@@ -106,7 +107,9 @@ class ZmtpLink:
                 return f"failed to connect ZMQ SUB socket to {endpoint}: {why}"
             fault = LOST
             if subscriber is not None and not (fault := await self._shake(subscriber)):
+                self._arrivals.handshakes.begin_now()
                 self._join(subscriber)
+                self._arrivals.handshakes.end()
                 if not self._given_up:  # as it may be in the pass of the loop that ends `_shake`
                     return ""
         return f"{self._given_up or fault}: {endpoint}"
@@ -191,7 +194,7 @@ class ZmtpLink:
         with ExitStack() as undone:
             undone.callback(subscriber.close)
             with self._within(self._options.handshake_timeout_s):
-                fault = await _handshake(subscriber)
+                fault = await _handshake(subscriber, self._arrivals.handshakes)
             if not fault:
                 undone.pop_all()
             elif not self._given_up:
@@ -257,10 +260,12 @@ async def _fail(error: Exception) -> str:
     raise error
 
 
-async def _handshake(subscriber: Subscriber) -> str:
-    """Does the handshake; returns why it failed, "" if it succeeded."""
+async def _handshake(subscriber: Subscriber, turns: Turns) -> str:
+    """Does the handshake, in turns; returns why it failed, "" if it succeeded."""
     while True:
+        await turns.begin()
         subscriber.shake()
+        turns.end()
         if subscriber.fault is not None:
             return subscriber.fault
         if subscriber.has_unsent:

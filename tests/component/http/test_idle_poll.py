@@ -20,7 +20,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
-from kvd.http.fast_path import ALL, NOTHING, FastPath, Parkable, serve_between
+from kvd.http.fast_path import ALL, NOTHING, SOME, FastPath, Parkable, serve_between
 from kvd.http.idle_poll import (
     EPOLL,
     RUNNABLE,
@@ -375,6 +375,35 @@ async def test_answers_have_their_turn_before_events_and_these_before_requests()
             assert here.pollables == [answers, events, requests, more]
         assert here.pollables == [answers, requests, more]
         assert here.turns == [Turn.ANSWERS, Turn.REQUESTS, Turn.REQUESTS]
+
+
+class Counted:
+    """A pollable that always has more to do."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.turns = 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def serve_ready(self, budget_ns: int, /) -> int:
+        self.turns += 1
+        return SOME
+
+
+async def test_there_is_one_row_in_a_pass_whoever_asks_for_it() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        other.send(b"x")
+        counted = Counted(one)
+        with polled_when_idle(counted, Turn.EVENTS, 0) as between:  # a row of one turn
+            await trio.lowlevel.checkpoint()
+            assert [between.serve_row() for _ in range(3)] == [SOME] * 3
+            assert counted.turns == 1
+            await trio.lowlevel.checkpoint()
+            between.serve_row()
+            assert counted.turns == 2
 
 
 async def test_the_instrument_goes_with_the_last_fast_path() -> None:

@@ -18,13 +18,24 @@ from kvd.index.listening import ENDED_AT_ONCE
 from kvd.index.partitions import State
 from kvd.index.registry import INDEXER, Registry
 from kvd.model import PartitionKey, RankKey
+from kvd.net.arrivals import arrivals
 from kvd.net.dialing import Dialer
 from kvd.net.listeners import ListenerTasks
 from kvd.net.replay import ReplayOptions
+from kvd.net.turns import Turns
 from tests.support.listening import HASTY
 from tests.support.loglines import logged
 from tests.support.replay_servers import ReplayServer, one_and_silence, silent, three_frames
-from tests.support.zmtp_fakes import NOT_MY_FAULT_S, Publisher, until
+from tests.support.zmtp_fakes import (
+    GREETING,
+    NOT_MY_FAULT_S,
+    Fake,
+    Publisher,
+    read_exactly,
+    ready,
+    serve_fake,
+    until,
+)
 
 PARTITION = PartitionKey("m", "default")
 BLOCK = 4
@@ -145,6 +156,37 @@ class Changes(trio.abc.Instrument):
     def after_io_wait(self, timeout: float) -> None:
         before, self._last = self._last, self._count()
         self.by_pass.append(abs(self._last - before))
+
+
+async def test_of_many_engines_that_answer_at_once_a_few_are_joined_in_a_pass(
+    nursery: trio.Nursery, context: zmq.Context
+) -> None:
+    many, answer = 40, trio.Event()
+    greeted: list[trio.SocketStream] = []
+    arrivals().handshakes = Turns(1)  # each takes all of the time of a pass
+
+    async def talk(stream: trio.SocketStream) -> None:
+        await read_exactly(stream, len(GREETING))
+        greeted.append(stream)
+        await answer.wait()
+        await stream.send_all(GREETING + ready())
+        await trio.sleep_forever()
+
+    fake: Fake = await nursery.start(serve_fake, talk)
+    registry = Registry(State(), ListenerTasks(nursery, context, trio.Event(), HASTY))
+    for number in range(many):
+        registry.register(RankKey(PARTITION, number, 0), fake.endpoint, BLOCK, None)
+    await until(lambda: len(greeted) == many)
+
+    def joined() -> int:
+        return sum(each.listener.connected for each in registry.registrations())
+
+    joins = Changes(joined)
+    trio.lowlevel.add_instrument(joins)
+    answer.set()
+    await until(lambda: joined() == many)
+    trio.lowlevel.remove_instrument(joins)
+    assert max(joins.by_pass) <= 2
 
 
 @pytest.mark.parametrize("as_face", [False, True])
