@@ -227,7 +227,7 @@ class Probe:
         models = [
             ListedModel(row["id"], row.get("parent"), _positive(row.get("max_model_len")), row)
             for row in rows
-            if isinstance(row, dict) and isinstance(row.get("id"), str) and is_name(row["id"])
+            if isinstance(row, dict) and _is_named(row.get("id"), row.get("parent") or "")
         ]
         if not models:
             raise NotAnEngine("/v1/models lists no model")
@@ -308,6 +308,10 @@ def _parsed(answer: Answer) -> Any:
         return json.loads(answer.held)
     except (ValueError, RecursionError):
         return None
+
+
+def _is_named(*names: object) -> bool:
+    return all(isinstance(name, str) and is_name(name) for name in names)
 
 
 def _positive(value: object) -> int | None:

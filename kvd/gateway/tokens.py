@@ -57,6 +57,7 @@ RENDER_PATHS = {
 }
 # The first version of vLLM with these paths; it has had the others for longer.
 RENDERED_SINCE = {Api.MESSAGES: (0, 29), Api.RESPONSES: (0, 30)}
+VERSION_NUMBER = re.compile(r"[0-9]{1,9}")  # an engine may report any text as its version
 TOKENIZED = (Api.CHAT, Api.COMPLETIONS)  # the APIs that /tokenize supports
 # Bytes of an engine's answer to a question for tokens: a million ids.
 TOKENS_BYTES = 16 * 1024 * 1024
@@ -346,7 +347,7 @@ def renders(facts: Facts, asked: ClientRequest) -> bool:
     if not facts.renders or asked.previous is not None:
         return False
     since = RENDERED_SINCE.get(asked.api)
-    return since is None or tuple(map(int, re.findall(r"\d+", facts.version)[:2])) >= since
+    return since is None or tuple(map(int, VERSION_NUMBER.findall(facts.version)[:2])) >= since
 
 
 def remembers(asked: ClientRequest) -> bool:

@@ -10,9 +10,9 @@ import trio
 from kvd.gateway.answers import first_error
 from kvd.gateway.heads import read_head
 from kvd.gateway.probing import EngineKind, Facts, NotAnEngine, Probe, cache_configs
-from kvd.gateway.requests import longest_ids
+from kvd.gateway.requests import Api, longest_ids, read
 from kvd.gateway.stats import TokenSource
-from kvd.gateway.tokens import read_tokens
+from kvd.gateway.tokens import read_tokens, renders
 from kvd.wire.urls import parse_url
 from tests.support.relaying import relaying
 
@@ -106,6 +106,14 @@ async def test_models_with_names_that_nobody_could_ask_for_are_passed_over() -> 
     assert facts is not None and facts.names == ["demo", "sql"]
 
 
+@pytest.mark.parametrize("parent", ["\ud800", "a\n", 5, {"id": "demo"}])
+async def test_adapters_of_a_model_with_such_a_name_are_passed_over(parent: object) -> None:
+    """An adapter of SGLang is asked for by its model's name and its own."""
+    models = {"data": [{"id": "sql", "parent": parent}, *MODELS["data"]]}
+    facts = await facts_of({"/v1/models": models, "/server_info": {"page_size": 1}})
+    assert facts is not None and facts.names == ["demo"]
+
+
 @pytest.mark.parametrize("tokens", [10**18, 2**64, 10**400], ids=lambda tokens: str(tokens)[:20])
 async def test_an_impossible_number_of_tokens_is_ignored(tokens: int) -> None:
     model = {"id": "demo", "max_model_len": tokens}
@@ -113,6 +121,14 @@ async def test_an_impossible_number_of_tokens_is_ignored(tokens: int) -> None:
     facts = await facts_of({"/v1/models": {"data": [model]}, "/server_info": info})
     assert facts is not None
     assert (facts.block_size, facts.blocks, facts.context) == (1, None, None)
+
+
+def test_any_text_may_be_a_version() -> None:
+    asked = read(Api.MESSAGES, [], b'{"model":"demo","messages":[]}')
+    versions = {"0.28.9": False, "0.29.0": True, "1.0rc1": True, "dev": False, "9" * 5000: True}
+    for version, rendered in versions.items():
+        facts = Facts(EngineKind.VLLM, version, (), 1, None, range(1), {}, {}, renders=True)
+        assert renders(facts, asked) is rendered, version[:20]
 
 
 def test_numbers_too_long_to_read_are_left_out() -> None:
