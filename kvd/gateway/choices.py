@@ -291,4 +291,7 @@ def read_placement(answer: bytes) -> Placement:
 
 
 def _placement_of(members: Mapping[str, Any]) -> Placement:
-    return Placement(members["worker_id"], members["dp_rank"], members["effective_prefill_tokens"])
+    chosen = members["worker_id"], members["dp_rank"], members["effective_prefill_tokens"]
+    if not all(isinstance(each, int) for each in chosen):
+        raise TypeError("not a placement")
+    return Placement(*chosen)

@@ -549,9 +549,11 @@ def _rows(answer: Answer, asked: str) -> list[dict[str, Any]]:
     try:
         content = json.loads(answer.held)
         rows = content if isinstance(content, list) else [content]
-        if all(isinstance(row["worker_id"], int) for row in rows):
+        reasons = [each for row in rows for each in row.get("not_schedulable_reasons", ())]
+        is_text = all(isinstance(each, str) for each in reasons)
+        if is_text and all(isinstance(row["worker_id"], int) for row in rows):
             return rows
-    except (KeyError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         pass  # not a catalog of workers
     raise _no_kvd(asked)
 

@@ -456,6 +456,10 @@ async def test_an_engine_that_does_not_fit_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "body"),
     [(200, each) for each in (b"[]", b"{}", b"[[]]", b"5", b"[" * 100_000, b"[5]")]
+    + [
+        (200, b'[{"worker_id": 1, "not_schedulable_reasons": %b}]' % reasons)
+        for reasons in (b"5", b"[5]", b"null")
+    ]
     + [(404, b'{"error": "not found"}'), (405, b'{"error": {"message": "not here"}}')],
 )
 async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, status: int, body: bytes) -> None:
@@ -471,7 +475,37 @@ async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, status: int, body: by
         )
         placed = await gateway.choices.choose(gateway.question())
         assert placed.by_load
+        await gateway.choices.register(record(3))  # has a kvd that is up asked at once
         await until(lambda: "does not answer" in str(gateway.choices.shown()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"worker_id": []},
+        {"dp_rank": "0"},
+        {"effective_prefill_tokens": None},
+        {"prefill": {"worker_id": 2, "dp_rank": 0.5, "effective_prefill_tokens": 8}},
+    ],
+)
+async def test_what_is_no_choice_is_not_followed(
+    tmp_path: Path, changed: dict[str, object]
+) -> None:
+    asked = []
+
+    def choose(request: Request) -> Response:
+        asked.append(request.body)
+        members = {"worker_id": 1, "dp_rank": 0, "effective_prefill_tokens": 8, **changed}
+        return Response(200, json.dumps(members).encode())
+
+    async with asking(tmp_path) as (gateway, [kvd]):
+        await kvd.end()
+        await kvd.start(
+            Route("GET", "/workers", lambda request: Response(200, b"[]")),
+            Route("POST", "/select_and_reserve", choose, scope=Scope.LIFECYCLE),
+        )
+        placed = await gateway.choices.choose(gateway.question())
+        assert placed.by_load and len(asked) == 1
 
 
 @pytest.mark.parametrize("error", ['"closed for you"', '{"message": "closed for you"}'])
@@ -482,6 +516,7 @@ async def test_the_refusal_of_a_kvd_is_shown_in_its_words(tmp_path: Path, error:
     async with asking(tmp_path) as (gateway, [kvd]):
         await kvd.end()
         await kvd.start(Route("GET", "/workers", answer))
+        await gateway.choices.register(record(3))  # asks it at once
         await until(lambda: "403: closed for you'" in str(gateway.choices.shown()))
 
 
