@@ -27,6 +27,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from random import SystemRandom
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from kvd.gateway.answers import fault
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.probing import EngineKind
-from kvd.gateway.requests import FLEET_MEMBERS, ClientRequest
+from kvd.gateway.requests import BETWEEN_TEXTS, FLEET_MEMBERS, MAX_PROMPTS, ClientRequest
 from kvd.gateway.upstream import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
@@ -211,7 +212,7 @@ def taking_over(asked: ClientRequest, body: bytes, params: bytes) -> bytes:
 def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes:
     """Returns the body for both engines of an SGLang pair, which says where they meet.
 
-    Raises GatewayError if its prompts cannot be counted.
+    Raises GatewayError if it has more than MAX_PROMPTS prompts.
     """
     facts = engine_rank.upstream.facts
     assert facts is not None
@@ -241,11 +242,20 @@ def _room(engine_rank: EngineRank) -> int:
 
 
 def _prompts(asked: ClientRequest) -> int | None:
-    """Returns how many prompts a list of them has, None for a single one."""
+    """Returns how many prompts a list of them has, None for a single one.
+
+    Raises GatewayError beyond MAX_PROMPTS: a room for each of millions would take minutes.
+    """
     prompt = asked.spans.get("prompt", b"")
-    if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in (b"[", b'"'):
+    if asked.has_texts:
+        count = 1 + sum(1 for _ in islice(BETWEEN_TEXTS.finditer(prompt), MAX_PROMPTS))
+    elif prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"["):
+        count = prompt.count(b"[") - 1
+    else:
         return None
-    return len(_parsed(prompt))
+    if count > MAX_PROMPTS:
+        raise GatewayError(Reason.TOO_LARGE, f"there are more than {MAX_PROMPTS} prompts")
+    return count
 
 
 def _parsed(body: bytes) -> Any:

@@ -117,7 +117,8 @@ SPANS = tuple(
 # Bytes of a member of FIELDS that is an object or an array: all other requests wait while it is
 # parsed. Clients of engines send a few hundred bytes.
 MAX_NESTED_BYTES = 256 * 1024
-# Prompts of token ids in a request, to find the longest one; of more the tokens are not known.
+# Prompts in a request. Of more token ids the longest is not looked for: the tokens are not known.
+# More of any kind are refused where two engines need a room to meet for each.
 MAX_PROMPTS = 4096
 MAX_TEXTS_BYTES = 1024 * 1024  # bytes of several text prompts, to find the longest one
 BETWEEN_TEXTS = re.compile(rb'"\s*,\s*"')  # of an array of texts, whose own quotes are escaped

@@ -18,7 +18,7 @@ from kvd.gateway.pools import (
     taking_over,
 )
 from kvd.gateway.probing import EngineKind, Facts, ListedModel
-from kvd.gateway.requests import Api, read
+from kvd.gateway.requests import MAX_PROMPTS, Api, read
 from kvd.gateway.upstream import Upstream
 from kvd.selection.worker_record import Role
 from kvd.wire.urls import parse_url
@@ -187,7 +187,7 @@ def test_a_room_says_its_rank() -> None:
     assert len(rooms) == 60
 
 
-@pytest.mark.parametrize("prompt", [b'["a","b"]', b"[ [1],[2]]"])
+@pytest.mark.parametrize("prompt", [b'["a" , "b\\",\\"c"]', b"[ [1],[2]]"])
 def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
     sent = met(
         b'{"prompt":' + prompt + b"}", EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
@@ -197,11 +197,20 @@ def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
     assert len(set(sent["bootstrap_room"])) == 2
 
 
-@pytest.mark.parametrize("members", [b'"prompt":[[%b]]', b'"bootstrap_room":null,"seed":%b'])
-def test_numbers_too_long_to_read_are_refused(members: bytes) -> None:
+@pytest.mark.parametrize("prompt", [b'""', b"[1]"])
+def test_rooms_are_bounded(prompt: bytes) -> None:
+    """One request with millions of empty prompts held all others up until the watchdog came."""
+    place = EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
+    most = b",".join([prompt] * MAX_PROMPTS)
+    assert len(met(b'{"prompt":[%b]}' % most, place)["bootstrap_room"]) == MAX_PROMPTS
+    with pytest.raises(GatewayError, match="more than 4096 prompts"):
+        met(b'{"prompt":[%b,%b]}' % (most, prompt), place)
+
+
+def test_numbers_too_long_to_read_are_refused() -> None:
     place = EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
     with pytest.raises(GatewayError, match="the body is not valid"):
-        met(b"{" + members % (b"9" * 5000) + b"}", place)
+        met(b'{"bootstrap_room":null,"seed":%b}' % (b"9" * 5000), place)
 
 
 def test_who_can_be_two_for_a_request() -> None:
