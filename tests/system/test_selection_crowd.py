@@ -13,11 +13,12 @@ from typing import Any
 
 from kvd.platform.descriptors import raise_limit, waiting_within
 from tests.conformance.engine import Engine
+from tests.support.budget import scaled
 from tests.support.http_client import Client
 from tests.support.processes import START_DEADLINE_S, Server
 
-# Ten thousand, or as many as kvd lets wait with the available descriptors.
-WAITING = min(10_000, waiting_within(raise_limit()))
+# In a soak ten thousand, or as many as kvd lets wait with the available descriptors.
+WAITING = min(scaled(2000), 10_000, waiting_within(raise_limit()))
 LEAVING = WAITING // 10  # clients that leave before they are served
 DOOMED = WAITING // 5  # clients that allow only one worker, which is removed
 PATIENCE_S = 600  # limit of a selection's wait: more than the slowest machine needs for the crowd

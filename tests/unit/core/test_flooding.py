@@ -52,13 +52,20 @@ def stored(names: list[int], parent: int | None = None, medium: str = "GPU") -> 
 
 
 def index_of(*events: list[object]) -> PrefixIndex:
+    """Returns an index of one rank that has published these events."""
+    return index_of_ranks(list(events))
+
+
+def index_of_ranks(*batches: list[list[object]]) -> PrefixIndex:
+    """Returns an index of ranks, each of which has published a batch of events."""
     index = PrefixIndex(1, IngestStats())
     worker = index.add_worker(1)
-    worker.register(0)
-    stream = worker.stream(0)
-    outcome = stream.apply(msgpack.packb([0.0, list(events), 0]))
-    while outcome == UNFINISHED:
-        outcome = stream.advance()
+    for rank, events in enumerate(batches):
+        worker.register(rank)
+        stream = worker.stream(rank)
+        outcome = stream.apply(msgpack.packb([0.0, events, rank]))
+        while outcome == UNFINISHED:
+            outcome = stream.advance()
     return index
 
 
@@ -98,23 +105,20 @@ def test_children_of_a_block_and_their_sequence_hashes() -> None:
 @pytest.mark.slow("a flood is large")
 def test_sets_of_ranks() -> None:
     """A set's hash is the xor of its ranks' hashes: if these are known, elimination finds sets."""
-    ranks = 80
-    index = PrefixIndex(1, IngestStats())
-    worker = index.add_worker(1)
-    kernel = dependent([known_mix(rank + 1) for rank in range(ranks)])
+    kernel = dependent([known_mix(rank + 1) for rank in range(80)])
     rng = random.Random(1)
-    names: list[list[int]] = [[] for _ in range(ranks)]
+    batches: list[list[list[object]]] = [[] for _ in range(80)]
     for block in range(1, KEYS + 1):
         members = 0
         while not members:
             for each in kernel:
                 members ^= each * rng.getrandbits(1)
-        for rank in range(ranks):
+        event = ["BlockStored", [block], None, [block], 1, None, "GPU"]
+        for rank, batch in enumerate(batches):
             if members >> rank & 1:
-                names[rank].append(block)
-    for rank in range(ranks):
-        for block in names[rank]:
-            worker.store(rank, [block], [block])
+                batch.append(event)
+    index = index_of_ranks(*batches)
+    assert index.stats()["blocks"] == KEYS
     index.verify()
 
 
