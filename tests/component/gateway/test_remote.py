@@ -20,7 +20,7 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.gateway.booking_steps import MAX_ROW, MAX_STEPS, BookingSteps, StepsFailed
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
-from kvd.gateway.remote import RemoteChoices, body_of, described, matches
+from kvd.gateway.remote import Kvd, RemoteChoices, body_of, described, matches
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.auth import AccessPolicy, Authorizer
@@ -345,8 +345,17 @@ async def test_the_next_replica_is_asked(tmp_path: Path) -> None:
         assert (len(first.booked), len(second.booked)) == (1, 0)
 
 
-async def test_a_kvd_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
+async def test_a_kvd_that_hangs_costs_one_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with asking(tmp_path, kvds=2, deadline_s=0.1) as (gateway, [first, second]):
+        note_failed = Kvd.note_failed
+
+        def be_patient(kvd: Kvd, why: str) -> None:
+            gateway.choices._deadline_s = NOT_MY_FAULT_S  # for the second one to answer
+            note_failed(kvd, why)
+
+        monkeypatch.setattr(Kvd, "note_failed", be_patient)
         await first.end()
         hangs = [
             Route(method, path, silent, scope=Scope.OPEN)
