@@ -74,7 +74,7 @@ def is_stream(answer: Answer) -> bool:
 
 
 def first_error(held: bytes) -> EventError | None:
-    """Returns the error that is the first event of a stream, None if that is no error.
+    """Returns the first error among the events with which a stream begins, None without any.
 
     Engines that have already sent status 200 report in this way that they are overloaded.
     """
@@ -85,12 +85,11 @@ def first_error(held: bytes) -> EventError | None:
             try:
                 data = json.loads(line[5:])
             except (ValueError, RecursionError):  # not JSON, so not an error either
-                return None
+                continue
             error = data.get("error") if isinstance(data, dict) else None
             code = _status_of(error) if isinstance(error, dict) else None
             if isinstance(code, int) and 400 <= code <= 599:
                 return EventError(code, line[5:].strip())
-            return None
     return None
 
 

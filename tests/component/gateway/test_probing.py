@@ -151,6 +151,9 @@ def test_which_first_events_are_errors() -> None:
         assert (None if found is None else found.status) == status
         assert found is None or found.data == data
     assert first_error(b"data: " + b"[" * 30_000 + b"\n\n") is None
+    opened = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+    found = first_error(opened + b"data: %b\n\ndata: [DONE]\n\n" % overloaded)
+    assert found is not None and found.status == 503
 
 
 def test_an_engine_says_nothing_in_the_gateways_name() -> None:
