@@ -101,7 +101,6 @@ class Gateway:
             dialer,
             config.upstream_key,
             config.upstream_tls,
-            config.relay.connect_s,
             proves=config.gateway_canary,
         )
         self.tokens = Tokens(

@@ -68,6 +68,7 @@ class RelayLimits:
     silence_s: float = 600.0  # without a byte from the engine, which is silent in a long prefill
     client_s: float = 60.0  # without a byte taken by the client
     idle_s: float = 3.0  # of a kept connection: engines close theirs after 5 s
+    gone_s: float = 60.0  # without a sign of life of an engine's host, by whole seconds
     filler_s: float = 30.0  # proxies give up a silent stream after 60 s; 0: no filler
 
 
@@ -84,8 +85,10 @@ class Exchanges:
 
     def __init__(self, limits: RelayLimits) -> None:
         self.relay = Relay(self._notice)
-        self.relay.set_limits(limits.connect_s, limits.silence_s, limits.client_s, limits.idle_s)
-        self.filler_s = limits.filler_s
+        self.relay.set_limits(
+            limits.connect_s, limits.silence_s, limits.client_s, limits.idle_s, limits.gone_s
+        )
+        self.limits = limits
         self._waiting: dict[int, trio.lowlevel.Task | Signal] = {}
 
     async def run(self) -> None:
@@ -197,7 +200,7 @@ class Exchange:
 
     def fill(self, filler: bytes) -> None:
         """Sends `filler` to the client whenever a stream is silent for `filler_s`."""
-        self._all.relay.fill(self._id, filler, self._all.filler_s)
+        self._all.relay.fill(self._id, filler, self._all.limits.filler_s)
 
     async def ends(self) -> Ending:
         """Waits until the exchange has ended; returns how it went."""

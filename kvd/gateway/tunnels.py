@@ -28,8 +28,9 @@ from typing import NoReturn
 
 import trio
 
+from kvd.gateway.exchanges import RelayLimits
 from kvd.wire.urls import Target
-from kvd_core.relay.relay import ExchangeOutcome
+from kvd_core.relay.relay import ExchangeOutcome, tune
 
 RECEIVE_BYTES = 64 * 1024  # bytes that a tunnel receives in one piece, as the relay does
 BACKLOG = 1024  # connections that wait to be accepted: as many as the relay keeps to one engine
@@ -78,9 +79,12 @@ class Tunnel:
     """The way to one engine behind TLS."""
 
     def __init__(
-        self, target: Target, context: ssl.SSLContext, server_name: str, connect_s: float
+        self, target: Target, context: ssl.SSLContext, server_name: str, limits: RelayLimits
     ) -> None:
-        """A connection with its handshake may take `connect_s`. Raises OSError without a socket."""
+        """A connection with its handshake may take `limits.connect_s`.
+
+        Raises OSError without a socket.
+        """
         self.address = target.host  # the engine's IP address is set before anything connects
         self.problem: str | None = None  # why the last connection has failed
         # Why a connection ends without a byte, which the relay cannot tell.
@@ -88,7 +92,7 @@ class Tunnel:
         self._port = target.port
         self._context = context
         self._server_name = server_name
-        self._connect_s = connect_s
+        self._limits = limits
         self._listening = trio.CancelScope()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("")  # Linux chooses an unused abstract name
@@ -136,9 +140,10 @@ class Tunnel:
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         plain = trio.socket.socket(family, socket.SOCK_STREAM)
         try:
-            with trio.fail_after(self._connect_s):
+            tune(plain.fileno(), self._limits.gone_s)
+            with trio.fail_after(self._limits.connect_s):
                 await plain.connect((self.address, self._port))
-                below = trio.SocketStream(plain)  # without Nagle
+                below = trio.SocketStream(plain)
                 stream = trio.StapledStream(_Sending(below), below)
                 far = trio.SSLStream[trio.abc.Stream](
                     stream, self._context, server_hostname=self._server_name

@@ -29,7 +29,7 @@ from kvd.errors import Conflict, KvdError, NotFound, Unavailable
 from kvd.gateway.canary import Canary
 from kvd.gateway.choices import Choices
 from kvd.gateway.dns_names import FollowedName, Wanted
-from kvd.gateway.exchanges import CONNECT_S, ExchangeFailed, Exchanges
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges
 from kvd.gateway.heads import own_head
 from kvd.gateway.probing import (
     EngineKind,
@@ -109,7 +109,6 @@ class Upstreams:
         dialer: Dialer,
         key: bytes = b"",
         tls: UpstreamTls = DEFAULT_TLS,
-        connect_s: float = CONNECT_S,
         *,
         proves: bool = True,
     ) -> None:
@@ -131,7 +130,6 @@ class Upstreams:
         self._key = key
         self._tls = tls
         self._tls_context: ssl.SSLContext | None = None  # made for the first that needs it
-        self._connect_s = connect_s
         self._canary = Canary(exchanges, choices) if proves else None
         self._changing = trio.Lock()
         # What each name that clients may use stands for. Engines may have the same name for
@@ -434,7 +432,7 @@ class Upstreams:
         name = self._tls.server_name or upstream.server_name or upstream.target.host
         try:
             context = self._tls_context = self._tls_context or self._tls.context()
-            tunnel = Tunnel(upstream.target, context, name, self._connect_s)
+            tunnel = Tunnel(upstream.target, context, name, self._exchanges.limits)
         except (OSError, ValueError) as error:
             raise Unreachable(str(error)) from None
         upstream.tunnel = tunnel

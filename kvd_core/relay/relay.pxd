@@ -27,6 +27,7 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         int64_t silence_ns
         int64_t client_ns
         int64_t idle_ns
+        int64_t gone_ns
 
     struct CStats "kvd::relay::Stats":
         uint64_t begun
@@ -58,6 +59,8 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
         CTail tail
         CAnswerHead head
         uint64_t receives
+
+    void c_tune "kvd::relay::tune"(int fd, int64_t gone_ns)
 
     cppclass CRelay "kvd::relay::Relay":
         CRelay() except +

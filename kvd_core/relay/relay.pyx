@@ -51,6 +51,14 @@ class ExchangeOutcome(IntEnum):
 
 OUTCOMES = tuple(ExchangeOutcome)  # by number: calling the class takes 1 µs
 
+
+def tune(int fd, double gone_s):
+    """Makes the kernel send small pieces over a TCP socket at once, and end its connection if the
+    other host gives no sign of life for `gone_s`, by whole seconds.
+    """
+    c_tune(fd, <int64_t>(gone_s * 1e9))
+
+
 cdef class Relay:
     """Exchanges between clients and engines, on an epoll set of their own."""
 
@@ -69,14 +77,17 @@ cdef class Relay:
     def __len__(self):
         return self.core.live()
 
-    def set_limits(self, double connect_s, double silence_s, double client_s, double idle_s):
+    def set_limits(self, double connect_s, double silence_s, double client_s, double idle_s,
+                   double gone_s):
         """Sets the limits of all exchanges, in seconds: to connect, without a byte from the engine,
-        without a byte taken by the client, and for a connection to be kept.
+        without a byte taken by the client, for a connection to be kept, and without a sign of life
+        of an engine's host.
         """
         self.core.limits.connect_ns = <int64_t>(connect_s * 1e9)
         self.core.limits.silence_ns = <int64_t>(silence_s * 1e9)
         self.core.limits.client_ns = <int64_t>(client_s * 1e9)
         self.core.limits.idle_ns = <int64_t>(idle_s * 1e9)
+        self.core.limits.gone_ns = <int64_t>(gone_s * 1e9)
 
     def add_engine(self, str host not None, uint16_t port):
         """Adds an engine and returns its number.

@@ -71,7 +71,7 @@ async def inner_gateway(
     choices = LocalChoices(selections, registry)
     exchanges, stats = Exchanges(limits), GatewayStats()
     tokens = Tokens(exchanges, stats, 1 << 20, NOT_MY_FAULT_S)
-    behind = exchanges, choices, dialer or Dialer(), b"", tls or UpstreamTls(), limits.connect_s
+    behind = exchanges, choices, dialer or Dialer(), b"", tls or UpstreamTls()
     upstreams = Upstreams("1234", wanted, *behind, proves=False)
     chains = Chains(stats, trio.current_time)
     forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0)

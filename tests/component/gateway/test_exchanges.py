@@ -12,7 +12,7 @@ import trio
 
 from kvd.gateway.exchanges import ExchangeFailed, RelayLimits
 from kvd_core.relay.relay import NO_CLIENT, ExchangeOutcome, Relay
-from tests.support.relaying import Script, relaying
+from tests.support.relaying import Script, cut_off, relaying
 from tests.support.zmtp_fakes import until
 
 HOLD = 64 * 1024
@@ -257,6 +257,42 @@ async def test_a_kept_connection_that_closes_under_a_request_is_replaced_unnotic
             assert (await exchanges.ask(engine, REQUEST, b"{}", HOLD)).held == b"ok"
         assert played.connections == 2
         assert exchanges.relay.stats()["sent_again"] == 1
+
+
+async def test_an_engine_whose_host_is_gone_says_so_by_its_silence() -> None:
+    """A busy engine is as silent, but its host's kernel acknowledges what it gets."""
+    once = RelayLimits(gone_s=1)
+    event = b"data: 1\n\n"
+
+    async def waits(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        cut_off(stream)
+        await trio.sleep_forever()
+
+    async def streams(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        await stream.send_all(STREAM + chunks(event))
+        cut_off(stream)
+        await trio.sleep_forever()
+
+    async def is_kept(stream: trio.SocketStream) -> None:
+        await read_request(stream)
+        cut_off(stream)
+        await stream.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await trio.sleep_forever()
+
+    scripts = waits, streams, is_kept, answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    async with relaying(*scripts, limits=once) as (exchanges, engine, played), client() as (fd, _):
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is None
+            assert exchange.ending().outcome is ExchangeOutcome.NO_ANSWER
+        with exchanges.begin(engine, REQUEST, b"{}", HOLD, fd) as exchange:
+            assert await exchange.begins() is not None
+            exchange.forward(STREAM, chunked=True)
+            assert (await exchange.ends()).outcome is ExchangeOutcome.BROKEN
+        assert (await exchanges.ask(engine, REQUEST, b"{}", HOLD)).held == b"ok"
+        assert (await exchanges.ask(engine, REQUEST, b"{}", HOLD)).held == b""
+        assert (played.connections, exchanges.relay.stats()["sent_again"]) == (4, 1)
 
 
 async def test_a_client_that_leaves_aborts_its_engine() -> None:

@@ -16,12 +16,14 @@ import trio.testing
 
 from examples.engine.options import EngineOptions
 from kvd.gateway.dns_names import Wanted
-from kvd.gateway.exchanges import Exchanges, RelayLimits
+from kvd.gateway.exchanges import ExchangeFailed, Exchanges, RelayLimits
 from kvd.gateway.tunnels import Tunnel, UpstreamTls
 from kvd.http.transport import FORGETFUL
 from kvd.wire.urls import parse_upstream
+from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.gateways import Running, engines, tls_of
 from tests.support.inner_gateways import InnerGateway, inner_gateway
+from tests.support.relaying import cut_off
 from tests.support.serving import Reply
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
@@ -197,11 +199,37 @@ async def test_an_answer_is_heard_behind_which_an_engine_behind_tls_resets(
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio.serve_tcp, refuse, 0, host="127.0.0.1"))
         target = parse_upstream(f"https://127.0.0.1:{listener.socket.getsockname()[1]}")
-        tunnel = Tunnel(target, trust, target.host, NOT_MY_FAULT_S)
+        tunnel = Tunnel(target, trust, target.host, RelayLimits(NOT_MY_FAULT_S))
         nursery.start_soon(tunnel.run)
         nursery.start_soon(exchanges.run)
         engine = exchanges.relay.add_engine(tunnel.name, 0)
         for _ in range(RESETS):
             answer = await exchanges.ask(engine, head, LONG, len(REFUSAL))
             assert (answer.status, answer.held) == (413, b"no")
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_engine_behind_tls_whose_host_is_gone_says_so_by_its_silence(
+    certificate: Path,
+) -> None:
+    async def serve(stream: trio.SSLStream[trio.SocketStream]) -> None:
+        await stream.receive_some()
+        cut_off(stream.transport_stream)
+        await trio.sleep_forever()
+
+    trust = UpstreamTls(ca_file=certificate / "cert.pem").context()
+    limits = RelayLimits(NOT_MY_FAULT_S, gone_s=1)
+    exchanges = Exchanges(limits)
+    async with trio.open_nursery() as nursery:
+        listen = partial(trio.serve_ssl_over_tcp, serve, 0, tls_of(certificate), host="127.0.0.1")
+        [listener] = await nursery.start(listen)
+        port = listener.transport_listener.socket.getsockname()[1]
+        target = parse_upstream(f"https://127.0.0.1:{port}")
+        tunnel = Tunnel(target, trust, target.host, limits)
+        nursery.start_soon(tunnel.run)
+        nursery.start_soon(exchanges.run)
+        engine = exchanges.relay.add_engine(tunnel.name, 0)
+        with pytest.raises(ExchangeFailed) as failed:
+            await exchanges.ask(engine, b"GET / HTTP/1.1\r\nhost: e\r\n\r\n", b"", 1)
+        assert failed.value.outcome is ExchangeOutcome.NO_ANSWER
         nursery.cancel_scope.cancel()
