@@ -380,7 +380,7 @@ class Forwarder:
         if chosen.upstream.engine is None:  # it has left while the prompt was computed for it
             return None
         head = chosen.upstream.head(request, attempt.request_id, len(body), chosen.dp_rank)
-        async with request.borrow() as client_fd:
+        async with request.borrow(self._exchanges.limits.client_s) as client_fd:
             with concurrent or NO_PREFILL, self._begin(chosen, head, body, client_fd) as exchange:
                 del head, body  # frees them: `attempt` keeps what another try needs
                 own = self._own_lines(attempt, chosen)  # made while the engine is at work

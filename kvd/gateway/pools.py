@@ -290,7 +290,7 @@ async def compute(
     upstream = engine_rank.upstream
     assert upstream.engine is not None
     head = upstream.head(request, request_id, len(body), engine_rank.dp_rank)
-    async with request.borrow() as client_fd:
+    async with request.borrow(exchanges.limits.client_s) as client_fd:
         with exchanges.begin(upstream.engine, head, body, HANDED_BYTES, client_fd) as exchange:
             return await exchange.begins() or exchange.ending()
 

@@ -137,15 +137,19 @@ class RelayedRequest:
         await self._transport.stream.wait_for_end()
         waiting.cancel()
 
-    def borrow(self) -> AbstractAsyncContextManager[int]:
-        """Lends the client's socket, which nobody else touches meanwhile."""
+    def borrow(self, stall_s: float) -> AbstractAsyncContextManager[int]:
+        """Lends the client's socket, which nobody else touches meanwhile.
+
+        The borrower ends an answer of which the client takes nothing for `stall_s`. With TLS that
+        is done here, because the borrower does not see what the client takes.
+        """
         self._transport.enter(ConnectionPhase.WORKING)
         if self._transport.stream.parks:  # the socket carries the client's bytes as they are
             return _PlainSocket(self._transport.fd)
-        return self._borrow_pair()
+        return self._borrow_pair(stall_s)
 
     @asynccontextmanager
-    async def _borrow_pair(self) -> AsyncIterator[int]:
+    async def _borrow_pair(self, stall_s: float) -> AsyncIterator[int]:
         """Lends one end of a socket pair."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -154,13 +158,13 @@ class RelayedRequest:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, ours)
                 sent = trio.Event()
-                nursery.start_soon(self._encrypt, ours, sent)
+                nursery.start_soon(self._encrypt, ours, sent, stall_s)
                 yield theirs.fileno()
                 theirs.shutdown(socket.SHUT_WR)
                 await sent.wait()
                 nursery.cancel_scope.cancel()
 
-    async def _encrypt(self, plain: socket.socket, sent: trio.Event) -> None:
+    async def _encrypt(self, plain: socket.socket, sent: trio.Event, stall_s: float) -> None:
         """Sends what the borrower writes, until it has written all."""
         try:
             while True:
@@ -171,7 +175,7 @@ class RelayedRequest:
                     continue
                 if not data:
                     break
-                await self._transport.send(data)
+                await self._transport.send(data, stall_s)
                 await trio.lowlevel.checkpoint()
         except OSError:
             _leave(plain)  # to the borrower this looks like a client that leaves

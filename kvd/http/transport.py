@@ -259,19 +259,21 @@ class Transport(Parkable):
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self.fd)
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes, stall_s: float | None = None) -> None:
         """Sends all of `data`, as fast as the client reads; may return without a checkpoint.
 
         Raises:
-            OSError: the client is gone, or made no progress for too long.
+            OSError: the client is gone, or has taken nothing for `stall_s`; None: for `send_s`.
         """
         sent = self._send_now(data)
         if sent == len(data):
             return
+        if stall_s is None:
+            stall_s = self.shared.limits.send_s
         with memoryview(data) as view:
             while sent < len(data):
                 try:
-                    with self.within(ConnectionPhase.SENDING, self.shared.limits.send_s):
+                    with self.within(ConnectionPhase.SENDING, stall_s):
                         await trio.lowlevel.wait_writable(self.fd)
                 except trio.TooSlowError:
                     raise ConnectionAbortedError("the client does not read") from None

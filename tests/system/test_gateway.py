@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from examples.engine.options import EngineOptions, Fault
 from tests.support import http_client
 from tests.support.exposition import parse
 from tests.support.gateways import (
+    CHAT,
     Client,
+    gateway_of,
+    scripted_engine,
     serving,
     tls_of,
     trusting,
@@ -26,6 +30,7 @@ from tests.support.gateways import (
     wait_metric,
     wait_serving,
 )
+from tests.support.narrow import narrow_stream
 from tests.support.ports import find_free_port
 from tests.support.processes import Server, clean_environment
 from tests.support.zmtp_fakes import until
@@ -274,23 +279,30 @@ async def test_extreme_numbers_are_the_engines_to_judge(kvd_process: Start) -> N
         assert (await client.chat(PROMPT)).status == 200
 
 
-@pytest.mark.parametrize("fault", [Fault.GARBAGE, Fault.SILENCE, Fault.IN_EVENT])
-async def test_faults_are_told_to_clients_of_tls_too(
-    tmp_path: Path, certificate: Path, fault: Fault
-) -> None:
+@contextmanager
+def starting_with_tls(folder: Path, certificate: Path) -> Iterator[tuple[Start, int]]:
+    """Yields what starts a gateway that listens with TLS as well, and that port."""
     plain, port = find_free_port(), find_free_port()
 
     def start(*flags: str, face: str) -> Server:
         files = [f"--tls-{kind}file={certificate}/{kind}.pem" for kind in ("cert", "key")]
         bind = f"--gateway-bind=127.0.0.1:{plain},tls:127.0.0.1:{port}"
         command = [sys.executable, "-m", "kvd", face, bind, *files, *flags]
-        server = Server(command, tmp_path, plain, clean_environment())
+        server = Server(command, folder, plain, clean_environment())
         stack.callback(server.stop)
         server.wait_healthy()
         return server
 
-    flags = "--gateway-silence-s", "0.2"
     with ExitStack() as stack:
+        yield start, port
+
+
+@pytest.mark.parametrize("fault", [Fault.GARBAGE, Fault.SILENCE, Fault.IN_EVENT])
+async def test_faults_are_told_to_clients_of_tls_too(
+    tmp_path: Path, certificate: Path, fault: Fault
+) -> None:
+    flags = "--gateway-silence-s", "0.2"
+    with starting_with_tls(tmp_path, certificate) as (start, port):
         async with (
             serving(start, EngineOptions(), flags=flags) as (client, running),
             httpx.AsyncClient(
@@ -307,6 +319,36 @@ async def test_faults_are_told_to_clients_of_tls_too(
                 assert answered.json["error"]["message"]
             await wait_serving(client, 1)
             assert (await Client(http).chat(PROMPT, stream=True)).clean
+
+
+async def test_a_client_of_tls_may_pause_while_it_reads(tmp_path: Path, certificate: Path) -> None:
+    """As one without TLS may: the engine waits, and `http_send_s` is for answers of kvd's own."""
+    body = bytes(16 * 1024 * 1024)  # more than all buffers on the way hold
+
+    async def script(stream: trio.SocketStream) -> None:
+        await stream.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    trust = ssl.create_default_context(cafile=certificate / "cert.pem")
+    trust.check_hostname = False
+    asked = b'{"model":"demo"}'
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(asked)}\r\n\r\n"
+    with starting_with_tls(tmp_path, certificate) as (start, port):
+        async with (
+            scripted_engine(script) as url,
+            gateway_of(start, [url], ["--http-send-s", "0.001"]) as client,
+            trio.SSLStream(await narrow_stream("127.0.0.1", port), trust) as stream,
+        ):
+            await stream.send_all(head.encode() + asked)
+            forwarded, before = 0.0, -1.0
+            while not forwarded or forwarded != before:
+                await trio.sleep(0.05)
+                before = forwarded
+                forwarded = (await client.metrics())["kvd_gateway_relay_payload_bytes_total"]
+            received = bytearray()
+            while not received.endswith(body):
+                piece = await stream.receive_some()
+                assert piece, len(received)
+                received += piece
 
 
 async def test_bodies_and_headers_go_on_as_they_are(kvd_process: Start) -> None:
