@@ -77,7 +77,7 @@ def question(given: Mapping[str, object]) -> Json:
     """Returns the request body for the given prompt and options; raises WrongPrompt."""
     path = given["prompt"]
     body: Json = {}
-    if path is not None:
+    if path:
         body = _prompt(_read(str(path)))
     elif given["request"] is None:
         raise WrongPrompt("name a file with a prompt, `-` for standard input, or --request ID")

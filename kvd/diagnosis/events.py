@@ -57,7 +57,7 @@ def _check_use(stream: StreamEvidence) -> Iterator[Finding]:
         if count := stream.foreign.get(member, 0):
             evidence = f"{counted(count, 'event')} of another {member} than it is registered with"
             registered = stream.key.model_name if member == "model_name" else stream.key.tenant_id
-            yield found(name, subject, evidence, known=f"the events', or {registered}")
+            yield found(name, subject, evidence, "names", known=f"the events', or {registered}")
     for member, name in (
         ("additional_salt", "salt_one_sided"),
         ("lora_name", "adapter_one_sided"),

@@ -169,7 +169,10 @@ KINDS: Mapping[str, FindingKind] = {
     "model_name_mismatch": FindingKind(
         Severity.ERROR,
         "a model is asked for, or published, under a name that is not registered",
-        "use one name on both sides: {known}",
+        {
+            "names": "use one name on both sides: {known}",
+            "nobody": "register the workers of {known}: in the settings, the fleet file or a call",
+        },
     ),
     "tenant_mismatch": FindingKind(
         Severity.ERROR,

@@ -40,8 +40,10 @@ def _unknown(key: PartitionKey, asked: int, registered: Collection[PartitionKey]
         return found("tenant_mismatch", subject, evidence, known=f"{known}, or {key.tenant_id}")
     known = _some(sorted({each.model_name for each in registered}))
     evidence = f"{requests} for a model that nobody registered; registered: {known or 'none'}"
-    either = f"{known}, or {key.model_name}" if known else key.model_name
-    return found("model_name_mismatch", subject, evidence, known=either)
+    if not known:
+        return found("model_name_mismatch", subject, evidence, "nobody", known=key.model_name)
+    either = f"{known}, or {key.model_name}"
+    return found("model_name_mismatch", subject, evidence, "names", known=either)
 
 
 def _check_ranks(model: ModelEvidence) -> Iterator[Finding]:

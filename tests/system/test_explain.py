@@ -429,8 +429,9 @@ def test_the_command_says_what_is_wrong(
         assert message in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "none"), *binds]) == 1
     assert "cannot read" in capsys.readouterr().err
-    assert main(["explain", *binds]) == 1
-    assert "name a file with a prompt" in capsys.readouterr().err
+    for unnamed in ([], [""]):
+        assert main(["explain", *unnamed, *binds]) == 1
+        assert "name a file with a prompt" in capsys.readouterr().err
     nowhere = [f"--{face}-bind=127.0.0.1:{find_free_port()}" for face in FACES]
     wrong.write_text("1 2 3")
     assert main(["explain", str(wrong), *nowhere]) == 2
