@@ -17,7 +17,9 @@
     siblings    metrics of other gateway processes
     attempts    retries: the healthy engine, not tried yet, that serves a request next
     pools       two engines for one request: one computes the prompt, another one answers
-    forwarding  serves one request: choice, retries and when they end, answer
+    forwarding  serves one request: intake, choice, retries and when they end, answering
+    intake      what a request asks for: its model, engines that may serve it, its tokens
+    answering   what the client is sent, and what happens at the end of its answer
     answers     what an answer tells the gateway: a refusal, a fault, cached tokens
     heads       heads of requests and answers, rewritten for the other side
     exchanges   lets tasks wait for the relay (kvd_core.relay)
