@@ -35,8 +35,9 @@ from kvd.diagnosis.evidence import (
 from kvd.diagnosis.findings import partition_name
 from kvd.diagnosis.growth import Growth
 from kvd.gateway.choices import Choices
+from kvd.gateway.following import DISAGREE
 from kvd.gateway.upstream import Upstream
-from kvd.gateway.upstreams import DISAGREE, Upstreams
+from kvd.gateway.upstreams import Upstreams
 from kvd.http.auth import Authorizer
 from kvd.index.partitions import Partition, State
 from kvd.index.publishers import Publishers

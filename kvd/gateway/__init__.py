@@ -1,6 +1,7 @@
 """The gateway: sends each client's request to the engine that has most of its prompt cached.
 
-    upstreams   the engines behind the gateway: which there are, whether they are well
+    upstreams   the engines behind the gateway: which there are, which of them serve a model
+    following   one of them, followed: where it is, what it is, whether it is well
     upstream    one of them: its state, and the worker it stands for
     tunnels     TLS to engines; the relay sees a plain socket
     dns_names   names whose addresses are engines

@@ -16,9 +16,10 @@ from examples.engine.options import EngineOptions, Fault
 from kvd.gateway.choices import Placement, Question
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import RelayLimits
+from kvd.gateway.following import MAX_FAILURES
 from kvd.gateway.probing import EngineKind
 from kvd.gateway.upstream import Upstream, UpstreamState
-from kvd.gateway.upstreams import MAX_FAILURES, SETTINGS, Served
+from kvd.gateway.upstreams import SETTINGS, Served
 from kvd.selection.worker_record import WorkerRecord
 from kvd_core.relay.relay import ExchangeOutcome
 from tests.support.gateways import CHAT, Running, engines, scripted_engine
@@ -171,7 +172,7 @@ async def test_an_engine_too_busy_to_say_what_it_is_has_as_long_as_for_its_healt
 ) -> None:
     async with watched() as (engine, upstream):
         monkeypatch.setattr("kvd.gateway.probing.PROBE_S", 0.01)
-        monkeypatch.setattr("kvd.gateway.upstreams.HEALTH_S", 0.01)
+        monkeypatch.setattr("kvd.gateway.following.HEALTH_S", 0.01)
         engine.silent = {"/version"}
         upstream.ask_at = 0.0
         upstream.failed.set()
@@ -195,7 +196,7 @@ async def test_no_engine_is_out_for_want_of_a_descriptor() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             for _ in range(MAX_FAILURES):
-                await inner.upstreams._check(upstream)
+                await inner.upstreams._follower._check(upstream)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (upstream.state, upstream.problem) == (UpstreamState.SERVING, None)
@@ -297,7 +298,7 @@ async def two_serving() -> AsyncIterator[tuple[list[Running], InnerGateway, Clie
 
 async def test_an_engine_that_shuts_down_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its health checks succeed until it ends."""
-    monkeypatch.setattr("kvd.gateway.upstreams.HEALTH_S", NOT_MY_FAULT_S)
+    monkeypatch.setattr("kvd.gateway.following.HEALTH_S", NOT_MY_FAULT_S)
     async with two_serving() as (running, inner, client):
         ends, stays = running
         ends.server.options.faults.extend([Fault.SHUTS_DOWN] * 2)

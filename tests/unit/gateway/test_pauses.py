@@ -7,7 +7,7 @@ from itertools import pairwise
 import trio
 from trio.testing import MockClock
 
-from kvd.gateway import remote, upstreams
+from kvd.gateway import following, remote
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.remote import RemoteChoices
@@ -54,4 +54,4 @@ async def test_the_pauses_between_tries_double_from_the_first_on(autojump_clock:
         nursery.start_soon(engines.run)
         await dialer.tried_enough.wait()
         nursery.cancel_scope.cancel()
-    assert dialer.pauses() == doubling(upstreams.RETRY_S, upstreams.HEALTH_S)
+    assert dialer.pauses() == doubling(following.RETRY_S, following.HEALTH_S)
