@@ -12,7 +12,8 @@
     tokens      the prompt's token ids, from the request or from an engine
     chains      which conversation a request continues, where its tokens are not known
     choices     the interface to choose and book an engine, and its form in this process
-    remote      the same by other kvds, at which the engines are registered
+    remote      the same by other kvds
+    remote_kvd  one of those: whether it is up, the engines registered there, steps of bookings
     booking_steps
                 sends further steps of bookings to those kvds
     siblings    metrics of other gateway processes

@@ -44,6 +44,7 @@ DEFAULT_TLS = UpstreamTls()
 SETTINGS = "settings"
 CALLS = "calls"  # POST /upstreams
 FLEET_FILE = "fleet file"
+
 UNHEARD = (
     "its events are not received, so nothing counts as cached there; it must bind the endpoint, as "
     "tcp://*:PORT does, and this kvd must reach it"

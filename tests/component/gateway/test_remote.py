@@ -20,7 +20,8 @@ from kvd.faces.selection.routes import selection_routes
 from kvd.gateway.booking_steps import MAX_ROW, MAX_STEPS, BookingSteps, StepsFailed
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
-from kvd.gateway.remote import Kvd, RemoteChoices, body_of, described, matches
+from kvd.gateway.remote import RemoteChoices, body_of
+from kvd.gateway.remote_kvd import Kvd, described, matches
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.auth import AccessPolicy, Authorizer
@@ -372,7 +373,7 @@ async def test_a_kvd_that_hangs_costs_one_deadline(
 async def test_a_kvd_that_hangs_holds_up_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvd.gateway.remote.UPDATE_S", 10 * NOT_MY_FAULT_S)
+    monkeypatch.setattr("kvd.gateway.remote_kvd.UPDATE_S", 10 * NOT_MY_FAULT_S)
     async with asking(tmp_path, deadline_s=0.1) as (gateway, [kvd]):
         await kvd.end()
         with trio.socket.socket(socket.AF_UNIX) as hanging:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import trio
 from trio.testing import MockClock
 
-from kvd.gateway import following, remote
+from kvd.gateway import following, remote_kvd
 from kvd.gateway.dns_names import Wanted
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.remote import RemoteChoices
@@ -47,7 +47,7 @@ async def test_the_pauses_between_tries_double_from_the_first_on(autojump_clock:
         nursery.start_soon(choices.run)
         await dialer.tried_enough.wait()
         nursery.cancel_scope.cancel()
-    assert dialer.pauses() == doubling(remote.RETRY_S, remote.MAX_RETRY_S)
+    assert dialer.pauses() == doubling(remote_kvd.RETRY_S, remote_kvd.MAX_RETRY_S)
     dialer = Away()
     engines = Upstreams("g", [Wanted(URL)], exchanges, choices, dialer)
     async with trio.open_nursery() as nursery:
