@@ -16,6 +16,7 @@ import trio
 from kvd.http.accept import accept_connections
 from kvd.http.connection import LAST_REQUEST_S, Connection
 from kvd.http.limits import HttpLimits, HttpStats
+from kvd.platform.sockets import probe_host
 from kvd.telemetry.stretches import REQUESTS
 
 # Unsent bytes that the kernel holds for a client. It wakes us at half of that, so a slow reader
@@ -174,6 +175,7 @@ def _set_options(listener: socket.socket) -> None:
     if listener.family != socket.AF_UNIX:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        probe_host(listener)  # clients whose answer takes long would be waited on in vain
 
 
 def _close_all(listeners: Sequence[socket.socket]) -> None:

@@ -8,16 +8,11 @@ import socket
 
 import trio
 
+from kvd.platform.sockets import probe_host
 from kvd.wire.endpoints import host_and_port
 
 IPC = "ipc://"
 SUN_PATH_BYTES = 108  # longest path of a Unix socket for the kernel, with its terminating zero
-
-# Silence before TCP keepalive probes, which find dead hosts where a worker's ZMTP is too old for
-# heartbeats.
-KEEPALIVE_IDLE_S = 30
-KEEPALIVE_INTERVAL_S = 10
-KEEPALIVE_PROBES = 3
 
 SocketAddress = str | tuple[str, int]
 
@@ -46,7 +41,4 @@ def tune(sock: trio.socket.SocketType) -> None:
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    probe_host(sock)  # some workers' ZMTP is too old for heartbeats

@@ -24,9 +24,9 @@ import trio
 import zmq
 
 from kvd.net.link import nothing, report_lost
-from kvd.net.streams import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from kvd.net.turns import MAX_TAKEN_IN, ROUND_NS
 from kvd.net.zsocket import ZSocket
+from kvd.platform.sockets import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from kvd.wire.endpoints import is_ipv6
 from kvd_core.zmq.drain import Inbox, InboxSpace, fill, fill_frames
 

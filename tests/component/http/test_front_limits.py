@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import trio
@@ -56,6 +57,28 @@ async def test_connections_over_the_bound_are_answered_503() -> None:
         await running.until_empty()
         async with running.client() as client:
             assert (await client.request("GET", "/health")).status == 200
+
+
+def _timer_of_peer(sock: socket.socket) -> str:
+    """Returns the kind of the timer that the kernel keeps for the other end of a connection."""
+    ports = [port for _, port in (sock.getpeername(), sock.getsockname())]
+    rows = map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+    [timer] = [
+        row[5].partition(":")[0]
+        for row in rows
+        if [int(each.partition(":")[2], 16) for each in row[1:3]] == ports
+    ]
+    return timer
+
+
+async def test_clients_whose_hosts_are_gone_are_found() -> None:
+    """The kernel probes a silent connection: otherwise its request would run to its end."""
+    keepalive = "02"  # the timer that a connection waits for
+    async with serving() as running:
+        with _connect(running) as sock:
+            sock.sendall(BODY_TO_COME)
+            await running.until(requests=1)
+            assert _timer_of_peer(sock) == keepalive
 
 
 async def test_who_is_missed_least_makes_way(layers: str) -> None:
