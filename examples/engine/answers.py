@@ -72,7 +72,7 @@ class Answer:
                 await trio.sleep(step_s)
         for failure in form.closing("".join(self._words), used, with_usage=with_usage):
             await self._send(self._framed(failure))
-        if form.ends:
+        if form.ends and self._fault is not Fault.UNMARKED:
             await self._send(self._framed(form.ends))
         if self._fault is Fault.AFTER_DONE:
             raise Hangup

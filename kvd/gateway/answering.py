@@ -17,6 +17,7 @@ from kvd.gateway.errors import GatewayError, Reason, id_headers
 from kvd.gateway.exchanges import Exchange
 from kvd.gateway.heads import EngineHead, read_head, rendered
 from kvd.gateway.pools import EngineRank
+from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import Api
 from kvd.gateway.stats import Ended, GatewayStats, TokenSource
 from kvd.gateway.tokens import Tokens
@@ -28,6 +29,8 @@ JSON_LINE = b"content-type: application/json\r\n"
 UNBUFFERED = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 # APIs whose streams have a last event; streams of other APIs end with their connection.
 ENDED_BY_EVENTS = frozenset((Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES))
+# Those whose last event is [DONE]. vLLM and SGLang always send it; some other servers do not.
+MARKED = frozenset((Api.CHAT, Api.COMPLETIONS))
 
 
 class Sent(NamedTuple):
@@ -83,8 +86,13 @@ class Answering:
         # The length that an engine announces lacks the fillers and error events added here.
         announced = None if answer.events else engine_head.length
         length = len(answer.held) if answer.whole else announced
+        facts = chosen.upstream.facts
+        is_known = facts is not None and facts.kind is not EngineKind.OPENAI
+        marked = answer.events and is_known and attempt.asked.api in MARKED
+        if marked and b"[DONE]" not in answer.held:
+            length = None  # the end of a whole answer could not be kept from the client
         head, chunked, persists = request.answer_head(engine_head.status, lines, length)
-        exchange.forward(head, chunked=chunked)
+        exchange.forward(head, chunked=chunked, marked=marked)
         self._choices.note_prefilled(chosen.reservation_id)
         if chosen.way is not None:
             self._stats.ways[chosen.way] += 1

@@ -194,9 +194,12 @@ class Exchange:
         """Whether its answer waits to be forwarded; False once the client has left."""
         return self._all.relay.ready(self._id)
 
-    def forward(self, head: bytes, *, chunked: bool) -> None:
-        """Sends the answer on to the client, behind this head."""
-        self._all.relay.forward(self._id, head, chunked)
+    def forward(self, head: bytes, *, chunked: bool, marked: bool = False) -> None:
+        """Sends the answer on to the client, behind this head.
+
+        The stream of a `marked` one ends with [DONE]; without that its outcome is CLOSED.
+        """
+        self._all.relay.forward(self._id, head, chunked, marked)
 
     def fill(self, filler: bytes) -> None:
         """Sends `filler` to the client whenever a stream is silent for `filler_s`."""

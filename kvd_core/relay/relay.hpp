@@ -22,7 +22,9 @@
 // A body without a length or chunks ends with its connection. For a stream of events that proves
 // little: an engine that dies ends it just like one that has said all. So Python gets kClosed and
 // judges by the last event. A reset connection has not ended its body, unless the engine answered
-// before it had taken the whole request; nor has one that a tunnel to an engine behind TLS cuts.
+// before it had taken the whole request; nor has one that a tunnel to an engine behind TLS cuts. A
+// stream that is marked has a last event, [DONE]; where it ends without, as behind a proxy whose
+// engine has died, Python gets kClosed as well.
 //
 // Engine connections are kept for the next request to the same engine, for at most `idle_ns`. They
 // stay in the epoll set, so a request need not add them; an event on a connection that nobody uses
@@ -108,8 +110,9 @@ enum class ExchangeOutcome : uint8_t {
   kSilence,        // the engine sent nothing for too long
   kClientStalled,  // the client took nothing for too long
   kNoRoom,         // no descriptor, port or memory is left here for a connection
-  kClosed          // the connection has ended, and with it a stream that had no other end mark: the
-                   // forwarded bytes show whether it was whole
+  kClosed          // the connection has ended, and with it a stream that had no other end mark, or
+                   // a marked one without its last event: the forwarded bytes show whether it was
+                   // whole
 };
 
 enum class Framing : uint8_t { kAsIs, kChunks };
@@ -148,6 +151,7 @@ struct Exchange {
   bool was_kept = false;  // the connection has served another request
   bool client_watched = false;
   bool completes = false;  // all of the payload has arrived
+  bool is_marked = false;  // its stream has a last event
   bool is_early = false;   // the answer began before the engine had taken the whole request
   int engine_fd = kNoSocket;
   int client_fd = kNoSocket;
@@ -278,9 +282,10 @@ class Relay {
   const Exchange& exchange(ExchangeId id) const { return *exchanges_[static_cast<uint32_t>(id)]; }
 
   // Sends the answer of a ready exchange to the client, behind this head; true if the client has
-  // already taken all of it.
-  bool forward(ExchangeId id, const char* head, size_t head_size, Framing framing) {
+  // already taken all of it. The stream of a `marked` one ends with [DONE], or is not whole.
+  bool forward(ExchangeId id, const char* head, size_t head_size, Framing framing, bool marked) {
     Exchange& x = at(id);
+    x.is_marked = marked;
     now_ = now_ns();
     x.touched_ns = now_;
     x.framing = framing;
@@ -841,8 +846,9 @@ class Relay {
   void complete(ExchangeId id) {
     Exchange& x = at(id);
     release_engine(x);
-    if (x.framing == Framing::kChunks) x.unsent.append("0\r\n\r\n", 5);
-    x.outcome = ExchangeOutcome::kComplete;
+    const bool is_whole = !x.is_marked || x.tail.ends_with_line("[DONE]");
+    if (is_whole && x.framing == Framing::kChunks) x.unsent.append("0\r\n\r\n", 5);
+    x.outcome = is_whole ? ExchangeOutcome::kComplete : ExchangeOutcome::kClosed;
     x.phase = ExchangePhase::kDraining;
     flush(id);
   }

@@ -78,7 +78,8 @@ cdef extern from "relay/relay.hpp" namespace "kvd::relay" nogil:
                        const char* body, size_t body_size, size_t hold) except +
         bool knows(uint64_t id)
         const Exchange& exchange(uint64_t id)
-        bool forward(uint64_t id, const char* head, size_t head_size, Framing framing) except +
+        bool forward(uint64_t id, const char* head, size_t head_size, Framing framing,
+                     bool marked) except +
         void fill(uint64_t id, const char* filler, size_t size, int64_t pause_ns) except +
         void drop(uint64_t id) except +
         Served turn(int64_t budget_ns) except +

@@ -144,15 +144,18 @@ cdef class Relay:
         cdef const Exchange* x = self.known(exchange)
         return Answer(x.head.status, x.received, x.held, x.completes, x.head.events)
 
-    def forward(self, uint64_t exchange, bytes head not None, bint chunked):
+    def forward(self, uint64_t exchange, bytes head not None, bint chunked, bint marked=False):
         """Sends a ready answer to the client behind this head, in chunks or as it is.
+
+        The stream of a `marked` one has a last event, [DONE]: without that it ends with CLOSED.
 
         The request, and all that was received of the answer, are forgotten.
         """
         if self.known(exchange).phase != ExchangePhase.kReady:
             raise ValueError("the exchange is not ready")
         cdef Framing framing = Framing.kChunks if chunked else Framing.kAsIs
-        self.core.forward(exchange, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head), framing)
+        self.core.forward(exchange, PyBytes_AS_STRING(head), PyBytes_GET_SIZE(head), framing,
+                          marked)
         del self.bodies[exchange]
         self.core.clear_notices()
 

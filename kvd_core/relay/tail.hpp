@@ -40,6 +40,14 @@ class Tail {
     return std::string(ring_.get() + at, kMaxTail - at).append(ring_.get(), at);
   }
 
+  // Whether it ends with a line that ends so, and empty lines.
+  bool ends_with_line(const char* end) const {
+    std::string last = text();
+    last.erase(last.find_last_not_of("\r\n") + 1);
+    const size_t n = std::strlen(end);
+    return last.size() >= n && last.compare(last.size() - n, n, end) == 0;
+  }
+
   bool ends_with(const char* end) const {
     const size_t n = std::strlen(end);
     if (size_ < n) return false;

@@ -75,6 +75,7 @@ ROWS = (
     # The client has received a part.
     Row(Fault.AFTER_EVENT, STREAM, "cut", 1),
     Row(Fault.IN_EVENT, STREAM, "cut", 1),
+    Row(Fault.UNMARKED, STREAM, "cut", 1),
     # The prompt may be the cause, so no other engine is asked.
     Row(Fault.REFUSE_500, ANSWER, "500", 1),
     Row(Fault.REFUSE_500, STREAM, "500", 1),

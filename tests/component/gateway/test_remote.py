@@ -21,7 +21,7 @@ from kvd.gateway.booking_steps import MAX_ROW, MAX_STEPS, BookingSteps, StepsFai
 from kvd.gateway.choices import Question
 from kvd.gateway.exchanges import Exchanges, RelayLimits
 from kvd.gateway.remote import RemoteChoices, body_of
-from kvd.gateway.remote_kvd import Kvd, described, matches
+from kvd.gateway.remote_kvd import RemoteKvd, described, matches
 from kvd.http.access import AccessLog
 from kvd.http.app import build_app
 from kvd.http.auth import AccessPolicy, Authorizer
@@ -350,13 +350,13 @@ async def test_a_kvd_that_hangs_costs_one_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asking(tmp_path, kvds=2, deadline_s=0.1) as (gateway, [first, second]):
-        note_failed = Kvd.note_failed
+        note_failed = RemoteKvd.note_failed
 
-        def be_patient(kvd: Kvd, why: str) -> None:
+        def be_patient(kvd: RemoteKvd, why: str) -> None:
             gateway.choices._deadline_s = NOT_MY_FAULT_S  # for the second one to answer
             note_failed(kvd, why)
 
-        monkeypatch.setattr(Kvd, "note_failed", be_patient)
+        monkeypatch.setattr(RemoteKvd, "note_failed", be_patient)
         await first.end()
         hangs = [
             Route(method, path, silent, scope=Scope.OPEN)

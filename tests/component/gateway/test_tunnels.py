@@ -93,6 +93,7 @@ async def test_a_connection_that_fails_has_its_own_cause(
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 PIECE = b"data: %b\n\n" % (b"x" * 65528)
+LAST = b"data: [DONE]\n\n"
 PIECES = 300  # much more than all buffers on the way hold
 
 
@@ -113,7 +114,7 @@ async def test_a_client_that_does_not_read_stops_an_engine_behind_tls(certificat
             for _ in range(PIECES):
                 await stream.send_all(b"%x\r\n%b\r\n" % (len(PIECE), PIECE))
                 sent += 1
-            await stream.send_all(b"0\r\n\r\n")
+            await stream.send_all(b"%x\r\n%b\r\n0\r\n\r\n" % (len(LAST), LAST))
 
     async with served(certificate) as (inner, one), trio.open_nursery() as nursery:
         one.end()
@@ -127,7 +128,7 @@ async def test_a_client_that_does_not_read_stops_an_engine_behind_tls(certificat
             await until(lambda: inner.exchanges.relay.stats()["pauses"])
             assert sent < PIECES
             reply = await client.read_reply()
-        assert (reply.status, reply.body) == (200, PIECE * PIECES)
+        assert (reply.status, reply.body) == (200, PIECE * PIECES + LAST)
         nursery.cancel_scope.cancel()
 
 
