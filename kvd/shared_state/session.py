@@ -24,6 +24,7 @@ import trio
 
 from kvd.persistence.bookings import SharedPoint
 from kvd.shared_state import members
+from kvd.shared_state.entries import Position
 from kvd.shared_state.known import KnownState
 from kvd.shared_state.members import Member
 from kvd.shared_state.reader import StreamReader
@@ -111,8 +112,9 @@ class Session:
             await self._introduce()
             return
         end = await reader.end()
-        if not fleet.has_begun:  # views have what comes before
-            progress.position = end
+        if not fleet.has_begun:  # views have what comes before, as far as it was announced by now
+            lately = round(end.milliseconds - 2000 * TICK * self._lease_s)
+            progress.position = Position(max(0, lately), 0)
             fleet.has_begun = True
         await reader.catch_up(end)  # from where an earlier session ended while it joined
         found, gone = await members.listed(self._client, self._keys, progress.writer)
