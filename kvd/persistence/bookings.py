@@ -11,14 +11,16 @@ followed by those of the next.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
 from kvd.persistence.clocks import ClockTranslation
-from kvd.persistence.frames import Damaged, unpacked
+from kvd.persistence.frames import Damaged, packed, unpacked
 from kvd.selection.affinity import LEASED
 from kvd.selection.requests import Retry, SelectReply
 from kvd.selection.retries import ANSWERED
@@ -29,16 +31,29 @@ from kvd.slots.shared_loads import LEDGER
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.affinity import Bound, Version
 from kvd.wire.lifecycle import Face, Outcome
-from kvd_core.ledger.journal import ENDED, Booked, OtherRecord, Stepped
+from kvd_core.ledger.journal import BOOKED, ENDED, Booked, OtherRecord, Stepped
 from kvd_core.ledger.ledger import Ledger
 
 # Requests, sessions and answers restored between two checkpoints: about 1 ms.
 SLICE = 32
 
+# Ended requests that are remembered, the last ones: 16 s of 1,000 a second, 4 MB.
+MAX_ENDED = 16_384
+
+# Difference that clocks may make between two times of one booking. An id that is used again within
+# that time is taken for the same request.
+SAME_S = 1.0
+
 # Kinds of records about the journal itself.
 WHOLE = ord("W")  # by now the journal has everything that was booked when it was begun
 HOLE = ord("H")  # records before this journal were lost: it counts only once it is whole
 SHARED = ord("T")  # up to where the bookings were in the shared state: the fields of `SharedPoint`
+
+# Records of requests before their texts (kvd_core/ledger/records.pxd).
+BOOKING = Struct("<IQIIQdIIIdBHH")
+STEP = Struct("<IH")
+
+NO_LEDGER = 0  # the number of no ledger
 
 LedgerName = tuple[Face, PartitionKey, int]  # face, model and tenant, block size
 Live = tuple[LedgerName, str]  # a ledger and the id of a request in it
@@ -75,6 +90,43 @@ class KeptAnswer:
     beside: str | None
 
 
+class EndedRequests:
+    """The requests that ended last, by their ids and the times of their bookings.
+
+    A process that restores one which has ended meanwhile would have it go on, under a new dot.
+    """
+
+    def __init__(self) -> None:
+        self._booked_at: OrderedDict[tuple[PartitionKey, str], float] = OrderedDict()
+
+    def note(self, key: PartitionKey, request_id: str, booked_at: float) -> None:
+        self._booked_at.pop((key, request_id), None)  # moves it to the end
+        self._booked_at[key, request_id] = booked_at
+        if len(self._booked_at) > MAX_ENDED:
+            self._booked_at.popitem(last=False)
+
+    def forget(self, key: PartitionKey, request_id: str) -> None:
+        """Forgets a request, since its id is booked again."""
+        self._booked_at.pop((key, request_id), None)
+
+    def records(self) -> Iterator[tuple[int, bytes]]:
+        """Yields kinds and contents of records that say for each request that it has ended.
+
+        It is booked and ended once more, in a ledger that no process has.
+        """
+        for (key, request_id), booked_at in list(self._booked_at.items()):
+            name = request_id.encode()
+            booking = NO_LEDGER, 0, 0, 0, 0, booked_at, 0, 0, 0, 1.0, 0, len(name), 0
+            yield LEDGER, packed([NO_LEDGER, Face.SLOT_TRACKER.value, *key, 1])
+            yield BOOKED, BOOKING.pack(*booking) + name
+            yield ENDED, STEP.pack(NO_LEDGER, len(name)) + name
+
+    def has(self, key: PartitionKey, request_id: str, booked_at: float) -> bool:
+        """Returns whether a request that was booked at this time has ended."""
+        at = self._booked_at.get((key, request_id))
+        return at is not None and abs(booked_at - at) < SAME_S
+
+
 class KeptRequests:
     """The bookings that are alive after the records read so far."""
 
@@ -84,6 +136,7 @@ class KeptRequests:
         self.held: dict[str, Bound] = {}  # the binding that a reservation leases, by its id
         self.answers: dict[tuple[str | None, str], KeptAnswer] = {}
         self.shared_point: SharedPoint | None = None  # None: nothing has been shared
+        self.ended = EndedRequests()
         # Reservations, and when each was booked by the clock of its last record.
         self._reserved: dict[tuple[PartitionKey, str | None], tuple[float, Live]] = {}
         self._ledgers: dict[int, LedgerName] = {}
@@ -159,6 +212,10 @@ class KeptRequests:
         at = self._translated(record.admitted_at) if known is None else known.booked.admitted_at
         self.live[live] = Booking.of(record._replace(admitted_at=at))
         self._note_renewed(live)
+        self.ended.forget(key, request_id)
+        # Another process may have made it before that point, but the point does not count it.
+        if known is None and self.shared_point is not None and at < self.shared_point.at:
+            self.shared_point = self.shared_point._replace(at=at)
 
     def _translated(self, moment: float) -> float:
         assert self._translate is not None
@@ -198,6 +255,7 @@ class KeptRequests:
             return  # the request ended before this journal was begun
         if step.kind == ENDED:
             del self.live[live]
+            self.ended.note(live[0][1], step.request_id, booking.booked.admitted_at)
             if live[0][0] is Face.SELECTION:
                 self.held.pop(step.request_id, None)
                 self._reserved.pop((live[0][1], step.request_id), None)

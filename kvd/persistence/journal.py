@@ -28,7 +28,14 @@ from typing import NoReturn
 
 import trio
 
-from kvd.persistence.bookings import HOLE, SHARED, WHOLE, SharedPoint
+from kvd.persistence.bookings import (
+    HOLE,
+    SHARED,
+    WHOLE,
+    EndedRequests,
+    KeptRequests,
+    SharedPoint,
+)
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory, give_up, put, sync_directory
 from kvd.persistence.frames import Content, Header, frame, packed
@@ -52,6 +59,7 @@ MAX_JOURNAL_BYTES = 64 * 1024 * 1024
 GROWTH = 4
 
 EXPORT_BYTES = 64 * 1024  # bookings recorded anew between two checkpoints: 0.1 ms
+EXPORTED_AT_ONCE = 256  # records of ended requests between two checkpoints: 0.2 ms
 RETRY_S = 5.0  # pause before a disk that has failed is tried again
 
 RECORDS = ord("R")  # kind of the frames of a journal
@@ -62,22 +70,34 @@ log = get_logger(__name__)
 class SharedUntil:
     """Up to where the bookings here have been sent to the shared state's server.
 
-    A later booking that no other process knows after a restart has not ended elsewhere.
+    A later booking that no other process knows after a restart has not ended elsewhere. Others may
+    not know of the last ends here either.
     """
 
     def __init__(self, journal: Journal | None) -> None:
         """Records it in the `journal`, if there is one."""
         self.last: SharedPoint | None = None  # None: nothing has been sent
+        self.ended = EndedRequests()  # the shared state goes on with it
         self._journal = journal
+
+    def restore(self, kept: KeptRequests) -> None:
+        """Takes over what a process before this one has recorded."""
+        self.last, self.ended = kept.shared_point, kept.ended
 
     def note(self, shared: SharedPoint) -> None:
         self.last = shared
-        self.export()
+        if self._journal is not None:
+            self._journal.put(SHARED, packed(shared))
 
-    def export(self) -> None:
-        """Records it in the journal."""
-        if self._journal is not None and self.last is not None:
-            self._journal.put(SHARED, packed(self.last))
+    def export(self) -> Iterator[None]:
+        """Records everything in the journal; yields after every slice."""
+        if self._journal is None or self.last is None:
+            return
+        for number, (kind, content) in enumerate(self.ended.records()):
+            self._journal.put(kind, content)
+            if number % EXPORTED_AT_ONCE == 0:
+                yield
+        self.note(self.last)  # behind the bookings of ended requests, which it does count
 
 
 @dataclass(slots=True)
@@ -269,7 +289,7 @@ class JournalWriter:
         if self._selections.affinity is not None:
             yield from self._selections.affinity.export()
         yield from self._selections.reservations.retries.export()
-        self.shared_until.export()
+        yield from self.shared_until.export()
         self._journal.put(WHOLE, b"")
 
     async def flush(self) -> None:

@@ -181,7 +181,7 @@ class Keeper:
             # Without this journal the others would bring back requests that have ended.
             await trio.to_thread.run_sync(self._directory.drop_journals)
         else:
-            self._writer.shared_until.last = bookings.shared_point
+            self._writer.shared_until.restore(bookings)
             if journals:
                 self.stats.outcomes[Content.JOURNAL] = FileOutcome.RESTORED
                 log.info(

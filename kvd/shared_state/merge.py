@@ -69,10 +69,11 @@ class Merge:
             mirror.note_dots(found, dots)
             return
         unheard = [dot for dot in dots if not mirror.progress.has_heard(dot)]
-        if len(unheard) == len(dots):
+        has_ended = mirror.has_ended(name, described.booked.booked_at)
+        if len(unheard) == len(dots) and not has_ended:
             mirror.take_booking(name, described)
             mirror.note_dots(name, dots)
-        else:  # it has ended here by one of its dots
+        else:  # it has ended here, perhaps when another process had not restored it yet
             for dot in unheard:
                 mirror.end_dot(name, dot)
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from struct import Struct
 
 import trio
 
 from kvd.model import PartitionKey
+from kvd.persistence.bookings import STEP
 from kvd.shared_state.booked import Faces
 from kvd.shared_state.entries import ENTRY_BYTES, Dot, LedgerName, StreamEntry, unpacked
 from kvd.shared_state.mirror import Mirror
@@ -30,8 +30,6 @@ from kvd_core.ledger.journal import ENDED, Booked, Journal, OtherRecord, pieces,
 
 # Records that wait for the server: 20 s of 100 bookings a second with 1,000 blocks each.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
-
-STEP = Struct("<IH")  # a step's record before its id: its ledger, and the id's length
 
 # Steps numbered between two checkpoints: under 1 ms.
 NUMBERED_AT_ONCE = 64
@@ -137,7 +135,7 @@ class Outbox:
                 continue
             used[record.ledger] = name
             if isinstance(record, Booked):
-                mirror.booked_here(name, record.request_id)
+                mirror.booked_here(name, record)
                 continue
             dots.append(mirror.stepped_here(name, record))
         self._append(first, now, used, dots, records)

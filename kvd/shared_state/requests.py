@@ -55,6 +55,7 @@ class Known:
 
     dot: Dot
     seen: Seen
+    booked_at: float  # seconds of the clock here
     face: Face | None  # where it is booked here; None: it waits for a rank
     also: tuple[Dot, ...] = ()  # other dots that it has elsewhere, where it was restored
     waiting: ForeignBooking | None = None  # until it has a rank

@@ -100,7 +100,7 @@ class SharedState:
     async def prepare(self) -> None:
         """Notes the restored state and begins to record, before any call can have arrived."""
         self._fleet.note_restored(self._shared_until.last)
-        self._mirror.note_restored()
+        self._mirror.note_restored(self._shared_until.ended)
         self._deduplicator.resume()
         self._outbox.introduce()
         await self._known.catalog.note_restored()

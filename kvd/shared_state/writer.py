@@ -37,12 +37,15 @@ class StreamWriter:
         self._want_view = want_view
         self._note_shared = note_shared
         self._holes = known.outbox.holes  # number of holes for which a view has been requested
+        self._noted: dict[str, int] = {}  # the numbers that were noted as shared last
 
     async def run(self) -> NoReturn:
         while True:
             await trio.sleep(FLUSH_S)
             if self._outbox.has_unsent:
                 await self.flush()
+            else:
+                self._note()
 
     async def flush(self) -> None:
         """Writes all steps so far."""
@@ -67,6 +70,15 @@ class StreamWriter:
                 outbox.sent()
             fleet.stats.entries_written += 1
             fleet.stats.bytes_written += len(entry.records)
+        self._note()
+
+    def _note(self) -> None:
+        """Notes up to where bookings are shared, if no step waits and no view is being merged."""
+        outbox, fleet, progress = self._outbox, self._fleet, self._progress
         is_all_there = not outbox.has_unsent and outbox.holes == fleet.described_holes
-        if fleet.has_settled and is_all_there:
-            self._note_shared(SharedPoint(trio.current_time(), self._progress.all_numbers()))
+        if not fleet.has_settled or not is_all_there or progress.behind:
+            return
+        numbers = progress.all_numbers()
+        if numbers != self._noted:
+            self._noted = numbers
+            self._note_shared(SharedPoint(trio.current_time(), numbers))

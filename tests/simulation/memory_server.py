@@ -1,14 +1,15 @@
 """A Redis server as a plain-Python model: the commands that sessions use, and ways to fail.
 
 Like a server with one process, it answers one command after the other. It may freeze, be
-unreachable, break connections off, be full, be emptied, have its clock set, trim its stream, or
-lose its last writes, as happens when a copy takes over.
+unreachable, break connections off, be full, be emptied, have its clock set, trim its stream, lose
+its last writes, as happens when a copy takes over, or come back with an old copy of its data.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import trio
@@ -36,14 +37,17 @@ class MemoryServer:
         self.is_frozen = False
         self.is_full = False
         self.breaks_after: int | None = None  # commands until a connection is cut off
+        self.loses_answer = (
+            False  # the next command that writes succeeds, but its client never knows
+        )
         self.ahead_s = 0.0  # of its clock before that of the simulation
         self._most = most_entries
         self._thawed = trio.Event()
         self._changed = trio.Event()
-        self._last = (0, 0)
         self.flush()
 
     def flush(self) -> None:
+        self._last = (0, 0)
         self.entries: list[tuple[tuple[int, int], dict[bytes, bytes]]] = []
         self.values: dict[str, Any] = {}
         self._ends: dict[str, float] = {}
@@ -54,12 +58,23 @@ class MemoryServer:
             self.entries.pop()
         self._last = self.entries[-1][0] if self.entries else (0, 0)
 
+    def copy(self) -> Any:
+        """Returns a copy of the data, as on its disk, and the clock that they are by."""
+        return deepcopy((self.ahead_s, self._last, self.entries, self.values, self._ends))
+
+    def restore(self, copied: Any) -> None:
+        self.ahead_s, self._last, self.entries, self.values, self._ends = deepcopy(copied)
+
     def freeze(self) -> None:
         self.is_frozen, self._thawed = True, trio.Event()
 
     def thaw(self) -> None:
         self.is_frozen = False
         self._thawed.set()
+
+    def come_back(self) -> None:
+        self.is_gone = False
+        self.thaw()
 
     async def _enter(self) -> None:
         await trio.sleep(0.0002)
@@ -73,6 +88,11 @@ class MemoryServer:
             if self.breaks_after < 0:
                 self.breaks_after = None
                 raise ConnectionResetError("the server has cut the connection off")
+
+    def _leave(self) -> None:
+        if self.loses_answer:
+            self.loses_answer = False
+            raise ConnectionResetError("the server was killed before it answered")
 
     def _now(self) -> float:
         return trio.current_time() + self.ahead_s
@@ -97,6 +117,7 @@ class MemoryServer:
                     if found.get(_bytes(name), b"") == expected:
                         found[_bytes(name)] = value
             self.values[keys[1]] = _bytes(change)
+            self._leave()
             return None
         assert script == "return redis.call('TIME')"
         seconds, rest = divmod(self._now(), 1)
@@ -119,6 +140,7 @@ class MemoryServer:
         self._ends.pop(name, None)
         if ex is not None or px is not None:
             self._ends[name] = self._now() + (ex or 0) + (px or 0) / 1000
+        self._leave()
         return True
 
     async def type(self, name: str) -> bytes:
@@ -145,6 +167,7 @@ class MemoryServer:
             raise MemoryError("OOM command not allowed when used memory > 'maxmemory'")
         found: list[bytes] = self.values.setdefault(name, [])
         found += values
+        self._leave()
         return len(found)
 
     async def lrange(self, name: str, start: int, stop: int) -> list[bytes]:
@@ -187,6 +210,7 @@ class MemoryServer:
         del self.entries[: -self._most]
         self._changed.set()
         self._changed = trio.Event()
+        self._leave()
         return b"%d-%d" % self._last
 
     def _between(self, after: tuple[int, int], end: tuple[int, int], count: int) -> Any:

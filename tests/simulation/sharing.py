@@ -11,6 +11,8 @@ import trio
 
 from kvd.index.served_models import ServedModels
 from kvd.model import PartitionKey
+from kvd.persistence.bookings import WHOLE, KeptRequests
+from kvd.persistence.clocks import ClockTranslation
 from kvd.persistence.journal import SharedUntil
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.shared_state.booked import BookedHere, Faces
@@ -23,11 +25,11 @@ from kvd.shared_state.outbox import Outbox
 from kvd.shared_state.server import ServerLink
 from kvd.shared_state.session import Session
 from kvd.shared_state.views import Views
-from kvd.slots.rebooking import Booking, rebook
+from kvd.slots.rebooking import add_outputs, rebook
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
 from kvd.wire.lifecycle import Face, Outcome
-from kvd_core.ledger.journal import Booked, Journal, read
+from kvd_core.ledger.journal import Journal, read
 from kvd_core.ledger.ledger import ADDED
 from tests.simulation.memory_server import MemoryServer
 from tests.support.registrations import NoRegistrations
@@ -72,9 +74,11 @@ class Replica:
         self.name = name
         self.server = server
         journal = self.journal = Journal(room)
+        self.kept = Journal(1 << 24)  # that of its state directory, which outlives it
+        self._records = b""  # taken from it
         self.deduplicator = Deduplicator(journal, trio.current_time)
         self.deduplicator.pause()
-        ledgers = Ledgers(journals=[journal])
+        ledgers = self._ledgers = Ledgers(journals=[journal, self.kept])
         self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
         if not registers:
             self.register()
@@ -84,18 +88,18 @@ class Replica:
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
         at_rest = trio.Lock()
         self.views = Views(self.mirror, self.outbox, faces, None, [], at_rest)
-        self.shared = SharedUntil(None)
+        self.shared = SharedUntil(self.kept)
         self.fleet = KnownFleet(ServedModels())
         catalog: Any = (
             OneRegistration(self.register) if registers else Catalog(NoRegistrations(), {})  # type: ignore[arg-type]
         )
         self.known = KnownState(self.mirror, self.outbox, self.views, catalog, self.fleet, at_rest)
-        self._scope = trio.CancelScope()
+        self._scope = self._session = trio.CancelScope()
         for number in range(restored):
             self.book(f"old{number}", 0, list(range(128)))
         if before is not None:
             self._restore(before)
-        self.mirror.note_restored()
+        self.mirror.note_restored(self.shared.ended)
         self.deduplicator.resume()
         self.outbox.introduce()
 
@@ -103,27 +107,46 @@ class Replica:
         self.slots.register(KEY, 1, 4, 0, RANKS)
 
     def _restore(self, before: Replica) -> None:
-        """Books the live requests of another process, as a state directory restores them."""
-        self.shared.last = before.shared.last
+        """Books what the journal of another process has, and begins a new one."""
+        kept = KeptRequests()
+        kept.begin(before.name, ClockTranslation(0.0))
+        for record in read(before.records()):
+            kept.take(record)
+        kept.end()
+        self.shared.restore(kept)
         self.fleet.note_restored(self.shared.last)
-        records, after = Journal(1 << 20), 0
-        while after is not None:
-            after = before.tracker.ledger.export(records, after, 1 << 20)
-        for booked in read(records.take()):
-            assert isinstance(booked, Booked)
-            booking = Booking.of(booked)
-            outcome = rebook(self.slots, KEY, 4, booking, booked.admitted_at)
+        for booking in kept.live.values():
+            outcome = rebook(self.slots, KEY, 4, booking, booking.booked.admitted_at)
             assert outcome is Outcome.APPLIED
+            add_outputs(self.tracker.ledger, booking, 0)
+        ledger, after = self.tracker.ledger, 0
+        self.kept.take()
+        self._ledgers.introduce(self.kept, ledger, Face.SLOT_TRACKER, KEY, 4)
+        while after is not None:
+            after = ledger.export(self.kept, after, 1 << 20)
+        assert not any(self.shared.export())
+        self.kept.put(WHOLE, b"")
+
+    def records(self) -> bytes:
+        """Returns the records of the state directory's journal."""
+        self._records += self.kept.take()
+        return self._records
 
     async def run(self) -> None:
         with trio.CancelScope() as self._scope:
             while True:
                 link = ServerLink(self.server, Keys("kvd"), LEASE_S)  # type: ignore[arg-type]
                 session = Session(link, self.known, self.shared.note, self.name, None, [])
-                try:
-                    await session.run(lambda: None, trio.Event())
-                except* OSError:
-                    await trio.sleep(0.2)
+                with trio.CancelScope() as self._session:
+                    try:
+                        await session.run(lambda: None, trio.Event())
+                    except* OSError:
+                        pass
+                await trio.sleep(0.2)
+
+    def cut(self) -> None:
+        """Ends the connection to the server."""
+        self._session.cancel()
 
     def kill(self) -> None:
         self._scope.cancel()
@@ -182,8 +205,7 @@ class SharingWorld:
         elif what < 0.88:
             self.server.freeze()
         elif what < 0.94:
-            self.server.thaw()
-            self.server.is_gone = False
+            self.server.come_back()
         elif what < 0.96:
             self.server.is_gone = True
         elif what < 0.97:
@@ -194,6 +216,10 @@ class SharingWorld:
             self.server.entries.clear()
         else:
             self.kill()
+
+    async def heal(self) -> None:
+        """Brings back what is away."""
+        self.server.come_back()
 
     def book(self) -> None:
         random = self.random
@@ -269,6 +295,78 @@ class SharingWorld:
                 f"{mirror.stats}"
             )
         return "\n".join(lines)
+
+
+class Storm(SharingWorld):
+    """A world in which the server is killed again and again, and replicas with it.
+
+    A server comes back empty or with an old copy of its data, perhaps with another clock, and a
+    replica with what its state directory has. Nothing that has ended comes back.
+    """
+
+    def __init__(self, seed: int, nursery: trio.Nursery) -> None:
+        super().__init__(seed, nursery)
+        self._away: list[Replica] = []  # killed, and not yet started again
+        self._copy = self.server.copy()
+
+    async def act(self) -> None:
+        random = self.random
+        await trio.sleep(random.choice([0, 0, 0.003, 0.05, 0.5]))
+        what = random.random()
+        if what < 0.4:
+            if self.replicas:
+                self.book()
+        elif what < 0.76:
+            if self.replicas:
+                self.go_on()
+        elif what < 0.84:
+            self.server.come_back()
+        elif what < 0.87:
+            self.kill_server()
+        elif what < 0.89:
+            self._copy = self.server.copy()
+        elif what < 0.91:
+            self.server.loses_answer = True
+        elif what < 0.95:
+            self.kill()
+        elif what < 0.96:
+            self.kill_server()
+            for _ in range(random.randrange(1, REPLICAS)):
+                self.kill()
+        else:
+            self.start_again()
+
+    async def heal(self) -> None:
+        while self._away:
+            self.start_again()
+            await trio.sleep(self.random.choice([0, 1]))
+        await super().heal()
+
+    def kill_server(self) -> None:
+        """Kills the server, which will come back without its data or with an old copy of them."""
+        self.server.is_gone = True
+        for each in self.replicas:
+            each.cut()
+        if self.random.random() < 0.7:
+            self.server.flush()
+            self.server.ahead_s = self.random.choice([0.0, 0.4, 3600.0, -3600.0])
+        else:
+            self.server.restore(self._copy)
+
+    def kill(self) -> None:
+        if self.replicas:
+            killed = self.replicas.pop(self.random.randrange(len(self.replicas)))
+            killed.kill()
+            self._away.append(killed)
+
+    def start_again(self) -> None:
+        if self._away:
+            self.replicas.append(self.start(self._away.pop(0)))
+
+    def agree(self) -> bool:
+        """Returns whether all have exactly the live requests, in the same state."""
+        first, *others = (replica.live(self.booked) for replica in self.replicas)
+        return first.keys() == self.live.keys() and all(each == first for each in others)
 
 
 class Scene:

@@ -4,7 +4,8 @@ Each seed is a run of its own, in virtual time. Requests are booked through any 
 end through others. The server freezes, goes away, is emptied, trims, loses its last writes, or cuts
 a connection off. Replicas are killed and come back empty, or with their requests. If no replica was
 killed, all have exactly the live requests of a plain model; if all came back with their requests,
-all have at least these.
+all have at least these. In a storm the server is killed with its data, and replicas with it, again
+and again: what a state directory restores is enough for all to have exactly the live requests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvd.shared_state.keys import Keys
 from kvd.wire.lifecycle import Lifecycle, Outcome, Step
 from tests.simulation.agenda import decide_order
 from tests.simulation.memory_server import MemoryServer
-from tests.simulation.sharing import KEY, LEASE_S, Replica, Scene, SharingWorld, count
+from tests.simulation.sharing import KEY, LEASE_S, Replica, Scene, SharingWorld, Storm, count
 from tests.support.budget import scaled
 from tests.support.registrations import NoRegistrations
 
@@ -38,13 +39,23 @@ CALM_S = 120.0  # virtual time within which all must agree
 # the journal has no room for the end.
 @pytest.mark.parametrize("seed", sorted({*range(scaled(4)), 5, 38, 12215}))
 def test_replicas_come_to_agree(seed: int) -> None:
+    settle(SharingWorld, seed)
+
+
+@pytest.mark.parametrize("seed", range(scaled(4)))
+def test_what_ends_in_a_storm_has_ended(seed: int) -> None:
+    settle(Storm, seed)
+
+
+def settle(kind: type[SharingWorld], seed: int) -> None:
+    """Has a world of this kind fail in ways of the seed, and checks that all then agree."""
+
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            world = SharingWorld(seed, nursery)
+            world = kind(seed, nursery)
             for _ in range(STEPS):
                 await world.act()
-            world.server.thaw()
-            world.server.is_gone = False
+            await world.heal()
             with trio.move_on_after(CALM_S):
                 while not world.agree():  # noqa: ASYNC110  no event signals it
                     await trio.sleep(0.5)
@@ -189,17 +200,139 @@ async def test_what_ended_before_another_restored_it_ends_there(
     assert list(first.live(["r0", "r1"])) == list(second.live(["r0", "r1"])) == ["r1"]
 
 
-async def test_who_joins_has_what_was_sent_since_the_only_announcement(
+@pytest.mark.parametrize("restarts", [1, 2])
+async def test_an_end_that_no_other_was_told_of_outlives_its_process(
+    scene: Scene, autojump_clock: MockClock, restarts: int
+) -> None:
+    """It ends while the server is away, and its process is killed before it can tell."""
+    first, ender = scene.start("first", "ender")
+    first.book("r0", 0, [1])
+    ender.book("r1", 0, [1])
+    await trio.sleep(5)
+    scene.server.is_gone = True
+    for number in range(2):
+        ender.slots.end(ender.tracker, f"r{number}")
+    for restart in range(restarts):
+        ender.kill()
+        [ender] = scene.start(f"back{restart}", before=ender)
+        await trio.sleep(5)
+    scene.server.is_gone = False
+    await trio.sleep(20)
+    assert [count(each, "r", 2) for each in (first, ender)] == [0, 0]
+
+
+async def test_an_id_that_is_used_again_is_another_request(
     scene: Scene, autojump_clock: MockClock
 ) -> None:
-    """The other has only just begun, so it has announced no step, and its view has none."""
-    [first] = scene.start("first")
-    await trio.sleep(0.3)
+    first, second = scene.start("first", "second")
     first.book("r0", 0, [1])
-    await trio.sleep(0.1)
-    [late] = scene.start("late")
-    await trio.sleep(0.5)
-    assert count(late, "r", 1) == 1
+    await trio.sleep(5)
+    second.slots.end(second.tracker, "r0")
+    await trio.sleep(5)
+    second.kill()
+    first.book("r0", 0, [1])
+    [back] = scene.start("back", before=second)
+    await trio.sleep(20)
+    assert count(first, "r", 1) == count(back, "r", 1) == 1
+
+
+async def test_who_only_reads_knows_what_has_ended_while_it_was_away(
+    scene: Scene, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has lost the stream, and so much has ended that nobody remembers this end."""
+    monkeypatch.setattr("kvd.persistence.bookings.MAX_ENDED", 0)
+    first, reader = scene.start("first", "reader")
+    await trio.sleep(5)
+    first.book("r0", 0, [1])
+    await trio.sleep(5)
+    reader.kill()
+    first.slots.end(first.tracker, "r0")
+    await trio.sleep(5)
+    scene.server.flush()
+    await trio.sleep(LEASE_S)
+    [back] = scene.start("back", before=reader)
+    await trio.sleep(20)
+    assert count(first, "r", 1) == count(back, "r", 1) == 0
+
+
+def gone() -> MemoryServer:
+    """Returns a server that nobody reaches."""
+    server = MemoryServer(1000)
+    server.is_gone = True
+    return server
+
+
+async def test_what_is_read_late_is_not_counted_by_an_earlier_point(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """Its writer did not reach the server when it was booked, and is gone with its state."""
+    reader, other = scene.start("reader", "other")
+    [writer] = scene.make("writer")
+    await trio.sleep(5)
+    writer.book("r0", 0, [1])
+    await trio.sleep(5)
+    reader.book("r1", 0, [1])
+    await trio.sleep(5)
+    server, other.server = other.server, gone()
+    other.cut()
+    scene.run(writer)
+    while not count(reader, "r", 1):  # noqa: ASYNC110  no event signals it
+        await trio.sleep(0.0001)
+    for each in reader, writer:
+        each.kill()
+    server.flush()
+    other.server = server
+    await trio.sleep(LEASE_S)
+    [back] = scene.start("back", before=reader)
+    await trio.sleep(20)
+    for each in back, other:
+        assert list(each.live(["r0", "r1"])) == ["r0", "r1"]
+
+
+async def test_an_end_stands_though_the_server_lost_a_later_booking(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """The fleet does not have all that had been shared; all until shortly before it does."""
+    scene.server = Unsteady(1000)
+    first, second = scene.make("first", "second")
+    for each in first, second:
+        scene.run(each)
+    await trio.sleep(LEASE_S)
+    second.book("r0", 0, [1])
+    await trio.sleep(LEASE_S)
+    scene.server.loses = True
+    shared = second.shared.last
+    second.book("r1", 0, [1])
+    while second.shared.last == shared:  # noqa: ASYNC110  no event signals it
+        await trio.sleep(0.001)
+    scene.server.loses = False
+    second.kill()
+    first.slots.end(first.tracker, "r0")
+    [back] = scene.start("back", before=second)
+    await trio.sleep(5 * LEASE_S)
+    assert list(first.live(["r0", "r1"])) == list(back.live(["r0", "r1"])) == ["r1"]
+
+
+async def test_an_end_stands_though_another_restores_its_request_first(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """The server comes back empty; the process that has restored the request finds nothing."""
+    first, second = scene.start("first", "second")
+    first.book("r0", 0, [1])
+    await trio.sleep(5)
+    scene.server.is_gone = True
+    first.cut()
+    first.slots.end(first.tracker, "r0")
+    second.kill()
+    scene.server.flush()
+    server, first.server = first.server, gone()
+    scene.server.is_gone = False
+    [back] = scene.start("back", before=second)
+    await trio.sleep(5)
+    assert count(back, "r", 1) == 1
+    first.server = server
+    await trio.sleep(20)
+    assert count(first, "r", 1) == count(back, "r", 1) == 0
 
 
 def serve_when_eased(replica: Replica) -> None:
@@ -211,6 +344,19 @@ def serve_when_eased(replica: Replica) -> None:
         replica.book("waited0", 0, [2])
 
     loads.on_eased(serve)
+
+
+async def test_who_joins_has_what_was_sent_since_the_only_announcement(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """The other has only just begun, so it has announced no step, and its view has none."""
+    [first] = scene.start("first")
+    await trio.sleep(0.3)
+    first.book("r0", 0, [1])
+    await trio.sleep(0.1)
+    [late] = scene.start("late")
+    await trio.sleep(0.5)
+    assert count(late, "r", 1) == 1
 
 
 async def test_what_waited_for_an_end_elsewhere_is_shared(

@@ -640,6 +640,29 @@ def test_what_ended_while_a_replica_was_down_is_not_booked_again(
         fleet.settle()
 
 
+def test_an_end_that_no_other_was_told_of_is_not_undone(
+    fleet: Fleet, server: StateServer, tmp_path: Path
+) -> None:
+    """It ends while the server is away; its replica is killed, and again before it can tell."""
+    with fleet.with_another(f"--state-dir={tmp_path / 'kept'}") as two:
+        wait(lambda: fleet.workers(two) == (WORKERS, 1))
+        fleet.steps(60, two)
+        fleet.settle()
+        server.kill()
+        for name in list(fleet.live)[::2]:
+            fleet.end(two, name)
+        written = two.metric("kvd_state_journal_writes_total")
+        reserved = next(name for name, is_reservation in fleet.live.items() if is_reservation)
+        path = f"/reservations/{reserved}/prefill_complete"
+        assert two.post("selection", path, {}).status_code == 200
+        wait(lambda: two.metric("kvd_state_journal_writes_total") > written)  # the ends, too
+        for _ in range(2):
+            two.kill()
+            two.start()
+        server.start()
+        fleet.settle()
+
+
 def test_both_ways_of_telling_count_once(tmp_path: Path, server: StateServer) -> None:
     ports = [find_free_port() for _ in range(2)]
     flags = [
