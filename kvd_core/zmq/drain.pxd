@@ -39,6 +39,7 @@ cdef extern from "zmq/inbox.hpp" namespace "kvd" nogil:
         const uint8_t* publisher()
         size_t size()
         const char* data()  # valid until the following pop, push or clear
+        void discard(size_t bytes)  # the first ones of the oldest message, which are not read again
         void pop()
         void clear()
 
@@ -81,7 +82,12 @@ cdef class InboxSpace:
 cdef class Inbox:
     cdef InboxSpace space  # has to outlive the inbox
     cdef CInbox* inbox
+    cdef bytes payload     # of the oldest message, if it is long and copied in part
+    cdef size_t copied     # bytes of it
     cdef public bint cut  # a message had too many frames, so its socket can no longer be used
+
+    # Takes the payload of the oldest message; None if a part of it is still to be copied.
+    cdef bytes take_payload(self)
 
 
 cdef bint take_events(

@@ -4,6 +4,7 @@ BAD_FRAME_COUNT: str
 BAD_SEQUENCE: str
 BAD_NUMBER: str
 TOO_LARGE: str
+COPIED_AT_ONCE: int
 
 class InboxSpace:
     def __init__(self, max_messages: int = 0, max_bytes: int = 0) -> None: ...

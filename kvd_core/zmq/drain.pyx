@@ -20,6 +20,11 @@ BAD_SEQUENCE = "sequence_length"
 BAD_NUMBER = "sequence_number"
 TOO_LARGE = "too_large"
 
+cdef enum:
+    kCopiedAtOnce = 1024 * 1024  # bytes of a message, for which fresh memory is mapped: 0.4 ms
+
+COPIED_AT_ONCE = <int>kCopiedAtOnce
+
 cdef Libzmq _zmq
 
 
@@ -120,8 +125,9 @@ cdef class Inbox:
         named none; before a message of another publisher, `meet(publisher)` is called.
 
         Stops after a message for which `take` returns True, after `max_messages` messages, or after
-        the first that ends later than `budget_ns` from the start. An exception of `take` passes
-        through; its message is gone then, and later ones still wait.
+        the first that ends later than `budget_ns` from the start. A message longer than
+        COPIED_AT_ONCE is copied in several calls, the last of which passes it on. An exception of
+        `take` passes through; its message is gone then, and later ones still wait.
         """
         cdef CInbox* inbox = self.inbox
         cdef Deadline* deadline = new Deadline(budget_ns)
@@ -133,20 +139,43 @@ cdef class Inbox:
                 if inbox.empty():
                     return False
                 seq = inbox.seq()
-                publisher = inbox.publisher()
-                if publisher == NULL:
-                    publisher = publisher_of(<const uint8_t*>inbox.data(), inbox.size(), known)
-                if publisher != known and not _same(publisher, known):
-                    speaker = b"" if publisher == NULL else publisher[:kPublisherBytes]
-                    known = _id(speaker)
-                    meet(speaker)
-                payload = PyBytes_FromStringAndSize(inbox.data(), inbox.size())
-                inbox.pop()
+                if self.payload is None:  # else this message's publisher is met already
+                    publisher = inbox.publisher()
+                    if publisher == NULL:
+                        publisher = publisher_of(<const uint8_t*>inbox.data(), inbox.size(), known)
+                    if publisher != known and not _same(publisher, known):
+                        speaker = b"" if publisher == NULL else publisher[:kPublisherBytes]
+                        known = _id(speaker)
+                        meet(speaker)
+                payload = self.take_payload()
+                if payload is None:
+                    return True
                 if take(seq, payload) is True or deadline.passed():
                     return True
             return True
         finally:
             del deadline
+
+    cdef bytes take_payload(self):
+        cdef CInbox* inbox = self.inbox
+        cdef size_t size = inbox.size(), part
+        if size <= kCopiedAtOnce:
+            payload = PyBytes_FromStringAndSize(inbox.data(), size)
+        else:
+            if self.payload is None:
+                inbox.seal()  # no other message may take its place any more
+                self.payload, self.copied = PyBytes_FromStringAndSize(NULL, size), 0
+            if self.copied < size:
+                part = min(size - self.copied, <size_t>kCopiedAtOnce)
+                memcpy(
+                    PyBytes_AS_STRING(self.payload) + self.copied, inbox.data() + self.copied, part
+                )
+                self.copied += part
+                inbox.discard(self.copied)
+                return None
+            payload, self.payload = self.payload, None
+        inbox.pop()
+        return payload
 
     def take_frames(self):
         """Returns the frames of the oldest message, None when there is none."""
@@ -167,6 +196,7 @@ cdef class Inbox:
     def clear(self):
         """Drops all waiting messages, without counting them as dropped."""
         self.inbox.clear()
+        self.payload = None
 
 
 cdef const uint8_t* _id(bytes publisher) noexcept:

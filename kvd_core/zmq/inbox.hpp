@@ -27,6 +27,8 @@
 // one block that an almost empty inbox needs comes from the spare ones.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -177,6 +179,14 @@ class Inbox {
   size_t size() { return front()->size - front()->skip; }
   const char* data() { return reinterpret_cast<const char*>(front() + 1) + front()->skip; }
 
+  // Gives back the memory of the first `bytes` of the oldest message, as far as it has whole pages:
+  // they have been copied. So `pop` has less to give back at once.
+  void discard(size_t bytes) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(data());
+    const uintptr_t begin = (at + kPage - 1) & ~(kPage - 1), end = (at + bytes) & ~(kPage - 1);
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  }
+
   void pop() {
     Entry* entry = front();
     if (entry == newest_) newest_ = nullptr;
@@ -193,6 +203,8 @@ class Inbox {
   }
 
  private:
+  static constexpr uintptr_t kPage = 4096;
+
   static size_t bytes_of(size_t size) { return sizeof(Entry) + ((size + 7) & ~size_t{7}); }
 
   Entry* front() { return reinterpret_cast<Entry*>(head_->at(head_->read)); }

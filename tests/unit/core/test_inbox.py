@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvd_core.zmq.drain import Inbox, InboxSpace
+from kvd_core.zmq.drain import COPIED_AT_ONCE, Inbox, InboxSpace
 
 FOREVER_NS = 10**12
 BLOCK = 64 * 1024
@@ -153,3 +153,32 @@ def test_memory_comes_back_with_the_inbox() -> None:
         inbox.push(seq, bytes(1000))
     del inbox
     assert (space.messages, space.size_bytes) == (0, 0)
+
+
+LONG = bytes(range(251)) * (3 * COPIED_AT_ONCE // 251)  # copied in three steps
+
+
+def test_a_long_message_is_copied_in_steps() -> None:
+    inbox = Inbox(InboxSpace())
+    for seq, payload in ((1, b"before"), (2, LONG), (3, b"behind")):
+        inbox.push(seq, payload)
+    steps = [taken(inbox) for _ in range(4)]
+    assert steps == [[(1, b"before")], [], [], [(2, LONG), (3, b"behind")]]
+
+
+def test_a_message_copied_in_part_keeps_its_place() -> None:
+    inbox = Inbox(InboxSpace(), 1)
+    inbox.push(1, LONG)
+    assert taken(inbox) == []
+    inbox.push(2, b"no room")
+    assert inbox.dropped == 1
+    assert [taken(inbox) for _ in range(3)] == [[], [], [(1, LONG)]]
+
+
+def test_a_message_copied_in_part_may_be_dropped() -> None:
+    inbox, other = Inbox(InboxSpace()), LONG[::-1]
+    inbox.push(1, LONG)
+    assert taken(inbox) == []
+    inbox.clear()
+    inbox.push(2, other)
+    assert [taken(inbox) for _ in range(4)] == [[], [], [], [(2, other)]]
