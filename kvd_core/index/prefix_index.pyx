@@ -568,7 +568,7 @@ cdef class Stream:
         """Returns whether a batch, not yet applied, names blocks that are known from a dump alone.
 
         It names them as parents or as removed, without having stored them itself. A new engine
-        process begins with no such batch.
+        process begins with no such batch. A batch longer than 384 KiB is not searched: False.
         """
         return self.worker.index is not None and self.c.names_restored(
             <const uint8_t*>PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload)

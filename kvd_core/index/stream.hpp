@@ -46,6 +46,10 @@ constexpr size_t kIgnored = 8;
 
 constexpr uint32_t kAllTiers = (1u << kTierLayers) - 1;
 
+// Longest batch that is searched for names of restored blocks: 3 ms if it is full of hashes.
+// Batches of 64,000 tokens fit. A longer one counts as naming none.
+constexpr size_t kSearchedBytes = 384 * 1024;
+
 // Bits that say how far the stream's blocks can be trusted after a batch.
 enum BatchOutcome : uint32_t {
   kCleared = 1,  // earlier losses of its rank no longer matter on the tiers that `cleared` returns
@@ -145,6 +149,7 @@ class Stream {
   // Whether a batch names, as parents or as removed, blocks that it has not stored itself but that
   // the index has from a dump. A new engine process begins with no such batch.
   bool names_restored(const uint8_t* payload, size_t size) {
+    if (size > kSearchedBytes) return false;
     Scratch scratch;
     NamesRestored sink{*this};
     decode_batch(payload, size, scratch, sink);

@@ -112,6 +112,7 @@ def test_a_batch_goes_on_with_what_it_has_not_told() -> None:
     assert not stream.names_restored(batch(stored(2, 2), stored(3, 3, **below), removed))
     assert not stream.names_restored(batch(stored(4, 4, parent_block_hash=9)))
     assert not stream.names_restored(b"x")
+    assert not stream.names_restored(batch(*[removed] * 20_000))  # too long to be searched
     assert stream.restored()
 
 
