@@ -1,7 +1,7 @@
 """One client connection: requests in, responses out, one after the other.
 
     parked in the fast path: a hot route's plain request that comes whole
-    woken:  head -> body -> handler -> one send             hot routes
+    woken:  head -> body -> handler -> one send, or pieces  hot routes
                          -> ASGI application (asgi.py)      everything else
 
 A request that the server itself refuses (Refusal) is answered and ends the connection, because the
@@ -16,7 +16,7 @@ from time import perf_counter
 
 import trio
 
-from kvd.http.access import rendered
+from kvd.http.access import echoed, rendered
 from kvd.http.asgi import AsgiApp, AsgiExchange
 from kvd.http.body import read_body
 from kvd.http.context import ServerContext
@@ -24,17 +24,19 @@ from kvd.http.errors import Refusal
 from kvd.http.fast_path import FastPath, Handoff, PlainRequest
 from kvd.http.head import Head
 from kvd.http.head_reader import read_head
+from kvd.http.hot import HotHandler
 from kvd.http.messages import Headers, Response
 from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.routes import Route, Scope
-from kvd.http.serving import ListenerContext, Undo
+from kvd.http.serving import ListenerContext, Served, Streamed, Undo
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
 from kvd.http.untasked import IN_TASK, Untasked, in_task
-from kvd.http.writer import connection_lines, persists_after
+from kvd.http.writer import ResponseWriter, connection_lines, persists_after
 from kvd.telemetry.logs import get_logger
+from kvd_core.json.scan import AHEAD_BYTES, ScanAhead
 
 log = get_logger(__name__)
 
@@ -65,7 +67,8 @@ class Connection(Transport):
         self._listener = listener
         self._task: trio.lowlevel.Task | None = None  # it sleeps while the connection is parked
         self._outcome: Handoff | Exception | None = None  # what it was woken with
-        self._rest: Untasked | None = None  # what is left of a relayed request begun without it
+        # What is left of a request begun without it: relayed, or with an answer in pieces.
+        self._rest: Untasked | Streamed | None = None
         self._owed = False  # the client has yet to send a part of a body that nobody reads
         self._retired = False
 
@@ -113,14 +116,18 @@ class Connection(Transport):
         headers: Headers,
         body: bytes,
         raised: Exception | None,
-    ) -> tuple[bytes, bool, Undo]:
-        """Serves a request that the fast path has received but does not answer itself."""
+    ) -> tuple[bytes, bool, Undo] | Handoff:
+        """Serves a request that the fast path has received but does not answer itself.
+
+        An answer in pieces is left to the task: it is to be woken with what is returned.
+        """
         self.shared.stats.requests += 1
         self.since = self.shared.now
         self.note_granted(route.scope)
         head = self._plain_head(route, query, headers)
         found = Found(route, captured)
-        return self._listener.serve(self.shared, head, found, body, self.checks_host, raised)
+        served = self._listener.serve(self.shared, head, found, body, self.checks_host, raised)
+        return Handoff(b"", b"", True, None, served) if isinstance(served, Streamed) else served
 
     def _plain_head(self, route: Route, query: bytes, headers: Headers) -> Head:
         head = Head()
@@ -174,7 +181,7 @@ class Connection(Transport):
         return None
 
     def _on_signal(self) -> None:
-        assert self._rest is not None
+        assert isinstance(self._rest, Untasked)
         outcome = self._advance(self._rest)
         if outcome is not None:
             self.wake(outcome)
@@ -240,6 +247,7 @@ class Connection(Transport):
     def _unpark(self, _: object) -> trio.lowlevel.Abort:
         self._listener.fast_path.unpark(self.fd)
         if self._rest is not None:
+            assert isinstance(self._rest, Untasked)  # the other kind wakes the task at once
             self._rest.close()
             self._rest = None
         return trio.lowlevel.Abort.SUCCEEDED
@@ -249,7 +257,7 @@ class Connection(Transport):
         if self._rest is None:
             return await self._serve_request(await self._wanted_head())
         rest, self._rest = self._rest, None
-        return await rest.rest()
+        return await (self._stream(rest) if isinstance(rest, Streamed) else rest.rest())
 
     async def _wanted_head(self) -> Head | None:
         """Returns the next head, None if the client left in the middle of it."""
@@ -304,9 +312,16 @@ class Connection(Transport):
             request = self._relayed(head, body)
             del body  # the request alone holds it, and frees it early
             return await self._relay(found.route, request)
+        ahead = await scanned_ahead(found.route, body)
         if found.route.waits:
-            return await self._serve_waiting(head, found, body)
-        served = self._listener.serve(self.shared, head, found, body, self.checks_host)
+            return await self._serve_waiting(head, found, body, ahead)
+        served = self._listener.serve(self.shared, head, found, body, self.checks_host, ahead=ahead)
+        return await self._send_served(served)
+
+    async def _send_served(self, served: Served) -> bool:
+        """Sends an answer; returns whether the connection persists."""
+        if isinstance(served, Streamed):
+            return await self._stream(served)
         data, persists, undo = served
         await self._deliver(data, undo)
         return persists
@@ -352,36 +367,67 @@ class Connection(Transport):
                 await trio.lowlevel.wait_readable(self.fd)
         return self._unread()
 
-    async def _serve_waiting(self, head: Head, found: Found, body: bytes) -> bool:
+    async def _serve_waiting(
+        self, head: Head, found: Found, body: bytes, ahead: ScanAhead | None
+    ) -> bool:
         """Calls an asynchronous handler, and cancels it when its client leaves.
 
         A request of Scope.ADMIN is not cancelled: it is carried out even if nobody waits for it.
         """
         self.enter(ConnectionPhase.WORKING)
-        data, persists, undo = b"", False, None
+        served: Served | None = None
         started = perf_counter()
         self.shared.stats.connections_waiting += 1
         try:
             async with trio.open_nursery() as nursery:
                 if not found.route.scope & Scope.ADMIN:
                     nursery.start_soon(self._watch_client, nursery.cancel_scope)
-                served = self._listener.serve_waiting(
-                    self.shared, head, found, body, self.checks_host
+                served = await self._listener.serve_waiting(
+                    self.shared, head, found, body, self.checks_host, ahead
                 )
-                data, persists, undo = await served
                 nursery.cancel_scope.cancel()
         except BaseException:
-            if undo is not None:
-                undo()
+            if served is not None and not isinstance(served, Streamed) and served[2] is not None:
+                served[2]()
             raise
         finally:
             self.shared.stats.connections_waiting -= 1
-        if not data:
+        if served is None:
             seconds = perf_counter() - started
             self._listener.note(head.method, found.route.path, 0, seconds, 0, head.headers)
             raise ConnectionResetError(_LEFT)
-        await self._deliver(data, undo)
-        return persists
+        return await self._send_served(served)
+
+    async def _stream(self, served: Streamed) -> bool:
+        """Sends an answer in pieces as they are written; returns whether the connection persists.
+
+        Other tasks run after each piece.
+        """
+        head, response = served.head, served.response
+        access, writer = self._listener.access, ResponseWriter(self, head)
+        logs, started, size = access.enabled, perf_counter(), 0
+        headers = [*response.headers, *echoed(head.headers)] if logs else response.headers
+        self.enter(ConnectionPhase.WORKING)
+        try:
+            async with contextlib.aclosing(served.body) as pieces:
+                writer.start(response.status, response.content_type, headers, None)
+                if head.method != "HEAD":
+                    async for piece in pieces:
+                        await writer.write(piece)
+                        size += len(piece)
+                        await trio.lowlevel.checkpoint()
+                await writer.end()
+        except OSError:
+            raise
+        except Exception:
+            self.shared.stats.handler_bugs += 1
+            log.exception("handler_failed", method=head.method, path=served.path)
+            raise ConnectionAbortedError("the answer broke off") from None
+        finally:
+            if logs:
+                seconds = perf_counter() - started
+                access.note(head.method, served.path, response.status, seconds, size, head.headers)
+        return writer.persists
 
     async def _deliver(self, data: bytes, undo: Undo) -> None:
         """Sends an answer; undoes what it reports if the client has left or sending fails.
@@ -437,6 +483,17 @@ class Connection(Transport):
         lines = self.shared.date_line + CLOSE_LINE
         await self.send(whole_response(response, response.body, lines, silent=refusal.silent))
         await self.linger()
+
+
+async def scanned_ahead(route: Route, body: bytes) -> ScanAhead | None:
+    """Scans a long body in steps, between which other tasks run, if the handler can use that."""
+    handler = route.handler
+    if len(body) <= AHEAD_BYTES or not isinstance(handler, HotHandler):
+        return None
+    ahead = handler.ahead(body)
+    while ahead is not None and not ahead.advance():
+        await trio.lowlevel.checkpoint()
+    return ahead
 
 
 def listener_context(

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 from kvd.http.busy_wait import BusyWait
 from kvd.http.idle_poll import Pollable
 from kvd.http.permits import ClientTrust, PermitRules
+from kvd.http.serving import Streamed
 from kvd.http.untasked import Untasked
 from kvd.telemetry.counts import RequestCounts
 
@@ -19,7 +20,7 @@ class Handoff(NamedTuple):
     unsent: bytes
     persists: bool
     undo: Callable[[], None] | None = None
-    rest: Untasked | None = None
+    rest: Untasked | Streamed | None = None
 
 def plain_head(
     data: bytes,
@@ -49,7 +50,7 @@ class FastPath:
         patterns: list[tuple[bytes, bytes, Any]],
         serve: Callable[
             [Any, Any, bytes, bytes, list[tuple[bytes, bytes]], bytes, Exception | None],
-            tuple[bytes, bool, Callable[[], None] | None],
+            tuple[bytes, bool, Callable[[], None] | None] | Handoff,
         ],
         log: Callable[[Any, Any, int, float, int, list[tuple[bytes, bytes]]], bytes],
         wake: Callable[[Any, Handoff | Exception], None],

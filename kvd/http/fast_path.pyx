@@ -99,7 +99,7 @@ cdef extern from "json/text.hpp" namespace "kvd" nogil:
 # What a connection's task is woken with: the bytes `received` and not consumed, the `unsent` bytes
 # of a response, whether the connection may carry another request (not once the client has ended
 # its stream), a function to call if the response cannot be sent, or None, and the rest of a relayed
-# request (kvd.http.untasked), or None.
+# request (kvd.http.untasked), an answer in pieces (kvd.http.serving), or None.
 Handoff = namedtuple(
     "Handoff", ("received", "unsent", "persists", "undo", "rest"), defaults=(None, None)
 )
@@ -242,7 +242,8 @@ cdef class FastPath:
                    calls a handler that is no HotHandler or needs the whole Request, or words the
                    `error` that a HotHandler has raised (else None). Returns the response, whether
                    the connection persists, and None or a function that undoes what was done, to be
-                   called if the client has left or cannot be sent the response
+                   called if the client has left or cannot be sent the response; or a Handoff to
+                   wake the task with
         log(connection, route, status, seconds, size, headers)
                    is called with each answer of a HotHandler while `logged` is set; returns further
                    lines for the head of the answer
@@ -565,7 +566,7 @@ cdef class FastPath:
     cdef _serve_other(self, Parkable connection, int fd, _HotRoute route, Text captured, error):
         """Lets `serve` make the answer, or word the `error` that the handler raised; sends it."""
         cdef bytes response
-        response, persists, undo = self._serve(
+        outcome = self._serve(
             connection,
             route.route,
             as_bytes(captured),
@@ -574,6 +575,9 @@ cdef class FastPath:
             PyBytes_FromStringAndSize(self._body, self._head.length),
             error,
         )
+        if isinstance(outcome, Handoff):
+            return outcome
+        response, persists, undo = outcome
         return self._send(
             fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), persists, undo
         )
@@ -590,11 +594,9 @@ cdef class FastPath:
         cdef size_t lines = PyBytes_GET_SIZE(head), size = PyBytes_GET_SIZE(body)
         cdef char* out = self._buffer
         undoing = handler if handler.adds_request else None
-        if lines + kLengthLine + size > kBuffer:
+        if lines + kLengthLine + size > kBuffer:  # a long one: its task sends it in pieces
             response = b"%bcontent-length: %d\r\n\r\n%b" % (head, size, body)
-            return self._send(
-                fd, PyBytes_AS_STRING(response), PyBytes_GET_SIZE(response), True, undoing
-            )
+            return Handoff(b"", response, True, None if undoing is None else handler.undoing())
         memcpy(out, PyBytes_AS_STRING(head), lines)
         out += lines
         out = put_text(put_number(put_text(out, b"content-length: "), size), b"\r\n\r\n")

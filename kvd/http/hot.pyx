@@ -33,10 +33,20 @@ cdef class HotHandler:
         cdef Text segment
         segment.begin = PyBytes_AS_STRING(captured)
         segment.size = PyBytes_GET_SIZE(captured)
-        answer = self.answer(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), segment, request)
+        if request.ahead is not None:
+            self.scanner.adopt(request.ahead)
+        try:
+            answer = self.answer(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), segment, request)
+        finally:
+            if request.ahead is not None:
+                self.scanner.disown()
         if answer is None:
             return self.waiting(request)
         return Response(self.status, answer, undo=self.undoing() if self.adds_request else None)
+
+    def ahead(self, bytes body not None):
+        """Returns a ScanAhead of a long body, for `Request.ahead`; None if it would not be used."""
+        return None if self.scanner is None else self.scanner.ahead(body)
 
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         raise NotImplementedError

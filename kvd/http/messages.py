@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from kvd_core.json.scan import ScanAhead
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -32,7 +34,7 @@ class Request:
 
     `path` is the route's; `captured` is the segment in place of its placeholder, still
     percent-encoded. Header names are lower case. On an open route `known` says whether the client
-    would be granted more (Scope.READ).
+    would be granted more (Scope.READ). A long body may have been scanned `ahead` for a HotHandler.
     """
 
     method: str
@@ -42,11 +44,12 @@ class Request:
     body: bytes
     captured: bytes = b""
     known: bool = False
+    ahead: ScanAhead | None = None
 
 
 @dataclass(slots=True)
 class Response:
-    """One HTTP response; if `body` is an iterator, each item is streamed as it comes.
+    """One HTTP response; if `body` is a generator, each item is streamed as it comes.
 
     No `content-type` header is sent for an empty `content_type`. `headers` are further ones, with
     lower-case names. `undo` takes back what the handler of a hot route has done; it is called if
@@ -54,7 +57,7 @@ class Response:
     """
 
     status: int
-    body: bytes | AsyncIterator[bytes]
+    body: bytes | AsyncGenerator[bytes, None]
     content_type: bytes = JSON
     headers: Headers = field(default_factory=list)
     undo: Callable[[], None] | None = None

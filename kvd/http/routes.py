@@ -1,8 +1,8 @@
 """The routes that make up a face, and what each route requires.
 
 A face is a tuple of routes. The front serves the hot ones directly and the Quart application
-serves all of them; both call the same handler. A route is cold if its answers are streamed, or
-bounded in number.
+serves all of them; both call the same handler. A route is cold if it is asked rarely, or if its
+requests are bounded in number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Relays = Callable[[RelayedRequest], Awaitable[bool]]
 class Route:
     """Binds a method and a path to a handler; one segment of the path may be a placeholder, `{id}`.
 
-    `hot` routes answer with bytes and bypass the Quart application, which is not even loaded for
+    `hot` routes bypass the Quart application, which is not even loaded for
     them; the most frequent handlers are compiled (http/hot.pyx). `body_limit` is in bytes; a longer
     body is answered 413 before a handler sees it. Where it is 0, as for every GET and DELETE, the
     handler is given no body, and what a client sends is not kept. `admission` bounds how many

@@ -26,9 +26,8 @@ from kvd.http.fast_path import has_left
 from kvd.http.front import Front
 from kvd.http.limits import HttpLimits
 from kvd.http.routes import Route
-from kvd.http.transport import RECEIVE_BYTES, ByteStream
+from kvd.http.transport import RECEIVE_BYTES, SEND_BYTES, ByteStream
 
-SEND_BYTES = 256 * 1024  # bytes encrypted in one go: 0.2 ms
 SEALED_BYTES = 64 * 1024  # bytes encrypted before the client has to take them
 # Encrypted bytes received at a time: if they are full of key updates, they take 10 ms.
 SEALED_RECEIVE_BYTES = 16 * 1024

@@ -31,6 +31,8 @@ from kvd.http.permits import ClientTrust
 FORGETFUL = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 # Bytes received at once: above 128 KiB malloc maps fresh pages for every call, 17 µs instead of 3.
 RECEIVE_BYTES = 64 * 1024
+# Bytes that the kernel is given, or that are encrypted, in one go: 0.1 to 0.3 ms.
+SEND_BYTES = 256 * 1024
 # Pause between two checks whether a client has left that has sent more while its request waits: its
 # slot in the queue is freed that much later, and a check is one system call.
 END_PAUSE_S = 0.1
@@ -135,7 +137,10 @@ class SocketStream(ByteStream):
         return self.sock.recv(size)
 
     def send_now(self, data: bytes | memoryview) -> int:
-        return self.sock.send(data)
+        if len(data) <= SEND_BYTES:
+            return self.sock.send(data)
+        with memoryview(data) as view:
+            return self.sock.send(view[:SEND_BYTES])
 
     def finish(self) -> None:
         """Does nothing: the end of the socket is the end of the stream."""

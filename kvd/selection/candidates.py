@@ -211,13 +211,14 @@ class Candidates:
 
     def render_loads(self) -> bytes:
         """Returns a JSON object of the loads of its ranks, and of the selections that wait."""
+        before, after = self.around_loads()
+        return b"%b%b%b" % (before, self.ledger.project(b"", 0), after)
+
+    def around_loads(self) -> tuple[bytes, bytes]:
+        """Returns the text of this object before and behind the array of loads."""
         waiting = [held.prompt.isl_tokens for held in self.queue]
-        return b'%b,"loads":%b,"pending_count":%d,"pending_isl_tokens":%d}' % (
-            self.partition_json,
-            self.ledger.project(b"", 0),
-            len(waiting),
-            sum(waiting),
-        )
+        queue = b',"pending_count":%d,"pending_isl_tokens":%d}' % (len(waiting), sum(waiting))
+        return b'%b,"loads":' % self.partition_json, queue
 
     def ranks(
         self,

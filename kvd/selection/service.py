@@ -26,6 +26,7 @@ from kvd.selection.workers import Workers
 from kvd.slots.shared_loads import Ledgers
 from kvd_core.base.draws import Draws
 from kvd_core.ledger.journal import Journal
+from kvd_core.ledger.ledger import WHOLE_ROWS_BYTES
 from kvd_core.selector.settings import Settings
 
 
@@ -153,11 +154,20 @@ class Selections:
             candidates.queue.reorder(options.queue_policy)
         self.tuning.reload(options.settings)
 
-    def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
-        """Returns a JSON array of the loads of every model and tenant, sorted; None is any name."""
-        rows = (
-            candidates.render_loads()
-            for key, candidates in sorted(self.candidates.items())
+    def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes | None:
+        """Returns a JSON array of the loads of every model and tenant, sorted; None is any name.
+
+        Returns None if they have so many ranks that it should be rendered in pieces.
+        """
+        found = self.named(model_name, tenant_id)
+        if sum(each.ledger.rows_bytes() for each in found) > WHOLE_ROWS_BYTES:
+            return None
+        return b"[%b]" % b",".join(candidates.render_loads() for candidates in found)
+
+    def named(self, model_name: str | None, tenant_id: str | None) -> list[Candidates]:
+        """Returns the candidates of models and tenants, sorted by these; None is any name."""
+        return [
+            self.candidates[key]
+            for key in sorted(self.candidates)
             if model_name in (None, key.model_name) and tenant_id in (None, key.tenant_id)
-        )
-        return b"[%b]" % b",".join(rows)
+        ]

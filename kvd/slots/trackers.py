@@ -31,7 +31,7 @@ from kvd.telemetry.stretches import UNREGISTRATION
 from kvd.wire.lifecycle import Face
 from kvd_core.json.scan import BodyScanner
 from kvd_core.ledger import ledger
-from kvd_core.ledger.ledger import Ledger
+from kvd_core.ledger.ledger import KeptRows, Ledger
 
 MAX_DP_SIZE = 4096  # ranks of one worker, as in Dynamo
 U32_MAX = 2**32 - 1
@@ -213,13 +213,22 @@ class SlotTrackers(LiveRequests[Tracker]):
                 if ranks is not None:
                     yield WorkerRow(tracker.key, worker_id, tracker.block_size, ranks)
 
-    def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes:
-        """Returns a JSON array of the loads of every rank of these trackers, sorted."""
-        rows = (
-            tracker.ledger.render_loads(tracker.row_prefix)
-            for tracker in self.select(model_name, tenant_id)
-        )
+    def render_loads(self, model_name: str | None, tenant_id: str | None) -> bytes | None:
+        """Returns a JSON array of the loads of every rank of these trackers, sorted.
+
+        None if they have so many ranks that it should be rendered in pieces.
+        """
+        trackers = self.select(model_name, tenant_id)
+        room = sum(each.ledger.rows_bytes(len(each.row_prefix)) for each in trackers)
+        if room > ledger.WHOLE_ROWS_BYTES:
+            return None
+        rows = (tracker.ledger.render_loads(tracker.row_prefix) for tracker in trackers)
         return b"[%b]" % b",".join(rows)
+
+    def kept_loads(self, model_name: str | None, tenant_id: str | None) -> Iterator[KeptRows]:
+        """Yields the rows of this array: those of each tracker as of the moment it is yielded."""
+        for tracker in self.select(model_name, tenant_id):
+            yield tracker.ledger.keep_loads(tracker.row_prefix)
 
     # ---- requests
 

@@ -66,6 +66,15 @@ class BodyScan {
 
   ScanResult scan(const uint8_t* body, size_t length);
 
+  // Does the same in steps: `advance` returns true once the body is scanned. It stops only between
+  // elements of an array of integers, so a step may be longer than its `bytes`.
+  void begin(const uint8_t* body, size_t length);
+  bool advance(size_t bytes);
+  // Takes over a scan in steps of another scanner with the same members: until `disown`, a `scan` of
+  // the same bytes returns its result.
+  void adopt(BodyScan& other);
+  void disown() { adopted_ = false; }
+
   // Empties the columns and values.
   void forget();
 
@@ -106,11 +115,14 @@ class BodyScan {
   };
 
   Bytes body(Bytes p);
+  Bytes members(Bytes p);
+  Bytes last(Bytes p);
   Bytes member(Bytes p);
   Bytes key(Bytes p, const char** name, size_t* length);
   Bytes colon(Bytes p);
   Bytes field(Bytes p, Field& into);
   Bytes array(Bytes p, Array& into);
+  Bytes elements_of(Bytes p, Array& into);
   template <class E>
   Bytes elements(Bytes p, const std::string& name, Column<typename E::type>& out);
   template <class E>
@@ -140,6 +152,11 @@ class BodyScan {
   std::vector<Field> fields_;
   Bytes begin_ = nullptr;
   Bytes end_ = nullptr;
+  Bytes at_ = nullptr;              // where the next step goes on
+  Bytes stop_ = nullptr;            // the step ends behind it
+  Array* open_ = nullptr;           // the array in which it goes on
+  bool paused_ = false;             // the last step has not come to the end
+  bool adopted_ = false;            // the bytes from begin_ to end_ are scanned already
   bool escaped_ = false;            // the last string has escapes
   std::vector<uint64_t> brackets_;  // a bit for each open bracket: 1 = object
   std::string text_;                // an unescaped key or value
@@ -148,13 +165,37 @@ class BodyScan {
 };
 
 inline ScanResult BodyScan::scan(const uint8_t* body_begin, size_t length) {
-  begin_ = body_begin;
+  if (adopted_ && begin_ == body_begin && end_ == body_begin + length) return result_;
+  adopted_ = false;
+  begin(body_begin, length);
+  advance(length);
+  return result_;
+}
+
+inline void BodyScan::begin(const uint8_t* body_begin, size_t length) {
+  begin_ = at_ = body_begin;
   end_ = body_begin + length;
+  open_ = nullptr;
   forget();
   if (text_.capacity() > KEPT_BYTES) std::string().swap(text_);
   result_ = ScanResult::ok;
-  if (body(begin_) == nullptr) forget();
-  return result_;
+}
+
+inline bool BodyScan::advance(size_t bytes) {
+  stop_ = bytes < static_cast<size_t>(end_ - at_) ? at_ + bytes : end_;
+  paused_ = false;
+  const Bytes done = open_ == nullptr ? body(at_) : members(elements_of(at_, *open_));
+  if (done == nullptr && !paused_) forget();
+  return !paused_;
+}
+
+inline void BodyScan::adopt(BodyScan& other) {
+  arrays_.swap(other.arrays_);
+  fields_.swap(other.fields_);
+  begin_ = other.begin_, end_ = other.end_;
+  message_.swap(other.message_);
+  result_ = other.result_;
+  adopted_ = true;
 }
 
 inline void BodyScan::forget() {
@@ -172,17 +213,21 @@ inline BodyScan::Bytes BodyScan::body(Bytes p) {
   p = white(p);
   if (at(p) != '{') return unexpected(p, "expected an object");
   p = white(p + 1);
-  if (at(p) == '}') {
-    ++p;
-  } else {
-    for (bool more = true; more; ++p) {
-      p = member(white(p));
-      if (p == nullptr) return nullptr;
-      p = white(p);
-      if (at(p) != ',' && at(p) != '}') return malformed(p, "expected `,` or `}`");
-      more = *p == ',';
-    }
+  return at(p) == '}' ? last(p + 1) : members(member(p));
+}
+
+// Reads on behind a member.
+inline BodyScan::Bytes BodyScan::members(Bytes p) {
+  while (p != nullptr) {
+    p = white(p);
+    if (at(p) == '}') return last(p + 1);
+    if (at(p) != ',') return malformed(p, "expected `,` or `}`");
+    p = member(white(p + 1));
   }
+  return nullptr;
+}
+
+inline BodyScan::Bytes BodyScan::last(Bytes p) {
   p = white(p);
   return p == end_ ? p : malformed(p, "expected no more");
 }
@@ -248,31 +293,41 @@ inline BodyScan::Bytes BodyScan::array(Bytes p, Array& into) {
   if (at(p) == 'n' && into.nullable) return literal(p, "null");
   if (at(p) != '[') return unexpected(p, into.name + ": expected an array");
   into.present = true;
+  p = white(p + 1);
+  return at(p) == ']' ? p + 1 : elements_of(p, into);
+}
+
+// Reads on at an element; pauses behind a comma once the step is over.
+inline BodyScan::Bytes BodyScan::elements_of(Bytes p, Array& into) {
+  open_ = &into;
   switch (into.element) {
     case Element::u32:
-      return elements<U32>(p + 1, into.name, into.narrow);
+      p = elements<U32>(p, into.name, into.narrow);
+      break;
     case Element::hash64:
-      return elements<Hash64>(p + 1, into.name, into.wide);
+      p = elements<Hash64>(p, into.name, into.wide);
+      break;
     default:
-      return elements<Int64>(p + 1, into.name, into.wide);
+      p = elements<Int64>(p, into.name, into.wide);
   }
+  if (!paused_) open_ = nullptr;
+  return p;
 }
 
 template <class E>
 BodyScan::Bytes BodyScan::elements(Bytes p, const std::string& name,
                                    Column<typename E::type>& out) {
-  p = white(p);
-  if (at(p) == ']') return p + 1;
   for (bool blocks = true;;) {
     if ((p = element<E>(white(p), name, out)) == nullptr) return nullptr;
-    if (blocks && at(p) == ',' && p - begin_ >= LOOKBACK) {
-      p = take_regular<E>(begin_, p, end_, out);
+    if (blocks && p < stop_ && *p == ',' && p - begin_ >= LOOKBACK) {
+      p = take_regular<E>(begin_, p, stop_, out);
       blocks = false;
     }
     p = white(p);
     if (at(p) == ']') return p + 1;
     if (at(p) != ',') return malformed(p, "expected `,` or `]`");
     ++p;
+    if (p > stop_) return at_ = p, paused_ = true, nullptr;
   }
 }
 

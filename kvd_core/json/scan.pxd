@@ -41,6 +41,10 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
         void add_array(const string& name, Element element, cbool nullable) except +
         void add_field(const string& name) except +
         ScanResult scan(const uint8_t* body, size_t length) except +
+        void begin(const uint8_t* body, size_t length) except +  # the same in steps ...
+        cbool advance(size_t bytes) except +                     # ... until it returns true
+        void adopt(BodyScan& other)                    # scans of the same body return its result
+        void disown()                                  # from now on not any more
         void forget()                                  # empties columns and values
         const string& message()                        # why the last scan was not ok
         size_t held_bytes()                            # memory kept for the next scan
@@ -54,6 +58,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
 cdef class BodyScanner:
     cdef BodyScan core
     cdef tuple array_names  # by position
+    cdef tuple nullable     # whether each of the arrays may be null
     cdef tuple elements     # kinds of the arrays' elements: "u32", "hash64" or "i64", without ?
     cdef tuple field_names  # by position; the names of spans are last
     cdef Py_ssize_t first_span
@@ -65,3 +70,13 @@ cdef class BodyScanner:
     cdef const uint64_t* u64(self, int i, size_t* n) except? NULL
 
     cdef dict members(self)
+    cdef int declare(self, BodyScan& core) except -1
+
+    # Makes scans of a body that was scanned ahead return at once, until `disown`.
+    cdef void adopt(self, ScanAhead ahead) noexcept
+    cdef void disown(self) noexcept
+
+
+cdef class ScanAhead:
+    cdef BodyScan core
+    cdef bytes body  # None: it has been adopted

@@ -19,6 +19,10 @@ ELEMENTS = {"u32": <int>Element.u32, "hash64": <int>Element.hash64, "i64": <int>
 # wait while it becomes a Python value, which takes up to 5 ms. 6,000 worker ids fit.
 MAX_NESTED_BYTES = 131_072
 
+# Bytes of a long body that are scanned in one step: 1 ms. A step may be longer where the body has
+# anything else than arrays of integers.
+AHEAD_BYTES = 1_048_576
+
 # An integer of at most this many bytes fits 64 bits with certainty.
 cdef Py_ssize_t SHORT_INTEGER = 18
 
@@ -41,15 +45,14 @@ cdef class BodyScanner:
         self.field_names = (*fields, *spans)
         self.first_span = len(fields)
         self.nested_bytes = maxsize if nested_bytes is None else nested_bytes
+        self.nullable = tuple(element.endswith("?") for element in arrays.values())
         names = self.array_names + self.field_names
         if len(set(names)) != len(names):
             raise ValueError("a member is named twice")
-        for name, element, kind in zip(self.array_names, self.elements, arrays.values()):
+        for name, element in zip(self.array_names, self.elements):
             if element not in ELEMENTS:
                 raise ValueError(f"{name}: {element!r} is none of {', '.join(ELEMENTS)}")
-            self.core.add_array(name.encode(), <Element><int>ELEMENTS[element], kind != element)
-        for name in self.field_names:
-            self.core.add_field(name.encode())
+        self.declare(self.core)
 
     def scan(self, bytes body not None):
         """Returns the known members of a body: fields as Python values, arrays as their lengths,
@@ -77,6 +80,14 @@ cdef class BodyScanner:
         except TypeError:
             self.core.forget()
             raise
+
+    def ahead(self, bytes body not None):
+        """Returns a ScanAhead of a body, for a compiled caller that adopts it before it scans."""
+        cdef ScanAhead ahead = ScanAhead.__new__(ScanAhead)
+        self.declare(ahead.core)
+        ahead.body = body
+        ahead.core.begin(<const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body))
+        return ahead
 
     def array(self, str name not None):
         """Returns the integers of an array in the last body, [] if it had none; hashes unsigned."""
@@ -113,6 +124,21 @@ cdef class BodyScanner:
         n[0] = self.core.wide(i).size()
         return self.core.wide(i).data()
 
+    cdef int declare(self, BodyScan& core) except -1:
+        for name, element, nullable in zip(self.array_names, self.elements, self.nullable):
+            core.add_array(name.encode(), <Element><int>ELEMENTS[element], nullable)
+        for name in self.field_names:
+            core.add_field(name.encode())
+        return 0
+
+    cdef void adopt(self, ScanAhead ahead) noexcept:
+        if ahead.body is not None:
+            self.core.adopt(ahead.core)
+            ahead.body = None
+
+    cdef void disown(self) noexcept:
+        self.core.disown()
+
     cdef dict members(self):
         cdef dict members = {}
         cdef Py_ssize_t i
@@ -134,6 +160,17 @@ cdef class BodyScanner:
                 else:
                     members[name] = json_of(value[0])
         return members
+
+
+cdef class ScanAhead:
+    """A scan of a long body in steps. Made by `BodyScanner.ahead`."""
+
+    def __init__(self):
+        raise TypeError("use BodyScanner.ahead")
+
+    def advance(self, size_t some_bytes=AHEAD_BYTES):
+        """Scans on for a step; returns whether the body is scanned."""
+        return self.core.advance(some_bytes)
 
 
 cdef bytes json_of(const Value& value):

@@ -24,5 +24,8 @@ constexpr uint64_t kMaxTokens = 1ull << 53;
 constexpr uint64_t kMaxRankTokens = 1ull << 62;  // tokens of a rank: sums stay in 64 bits
 // Ledgers with ranks that share their loads: each face has one, and each has a bit of a byte.
 constexpr uint32_t kMaxLedgers = 8;
+// Bytes that rows of loads may need to be rendered at once: 10,000 ranks, or 6,000 candidates of a
+// selection. Those of more are kept as of one moment, 32 or 48 bytes each, and rendered in pieces.
+constexpr size_t kWholeRowsBytes = size_t{2} << 20;
 
 }  // namespace kvd::ledger

@@ -7,6 +7,7 @@ from libcpp.string_view cimport string_view
 from libcpp.vector cimport vector
 
 from kvd_core.ledger.journal cimport Journal
+from kvd_core.ledger.rows cimport KeptRow
 from kvd_core.ledger.trie cimport LoadedRankId
 from kvd_core.ledger.types cimport (
     Admission, Book, LedgerLimits, RequestId, RequestList, SharedLoads
@@ -44,5 +45,13 @@ cdef class Ledger:
     # Ends a live request.
     cdef void end(self, RequestId request) noexcept
 
+    cpdef size_t rows_bytes(self, size_t prefix=*) noexcept
+
     cdef LoadedRankId own(self, LoadedRankId rank) except? 0xffffffff
     cdef str text_of(self, RequestId request)
+
+
+cdef class KeptRows:
+    cdef vector[KeptRow] rows
+    cdef size_t at          # of the next row to be rendered
+    cdef bytes prefix       # of rows of loads; None: they are projections

@@ -28,12 +28,14 @@ cimport kvd_core.ledger.requests as requests
 from kvd_core.ledger.loads cimport decode_blocks, live_depths
 from kvd_core.ledger.journal cimport Journal
 from kvd_core.ledger.records cimport put_booking
-from kvd_core.ledger.rows cimport put_loads, put_projection, rows_room
+from kvd_core.ledger.rows cimport (
+    keep_rows, put_kept_load, put_kept_projected, put_loads, put_projection, put_text, rows_room
+)
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport (
     kAdded, kByAge, kByRank, kExists, kFull, kJournals, kMaxBlocks, kMaxIdBytes, kMaxOutputs,
-    kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, LedgerStats, Listed, LoadedRank,
-    RecordBuffer, Request,
+    kMaxRanks, kMaxRequests, kMaxTokens, kOverflow, kRepeated, kWholeRowsBytes, LedgerStats,
+    Listed, LoadedRank, RecordBuffer, Request,
 )
 from kvd_core.ledger.verify cimport verify
 
@@ -48,6 +50,7 @@ MAX_BLOCKS = kMaxBlocks
 MAX_RANKS = kMaxRanks
 MAX_TOKENS = kMaxTokens
 MAX_REQUEST_ID_BYTES = kMaxIdBytes
+WHOLE_ROWS_BYTES = kWholeRowsBytes
 
 ADDED = <int>kAdded
 REPEATED = <int>kRepeated
@@ -334,7 +337,7 @@ cdef class Ledger:
         `prefix` opens each object: JSON members with a comma behind. O(r). See `ledger/rows.pxd`.
         """
         cdef string_view opening = string_view(PyBytes_AS_STRING(prefix), PyBytes_GET_SIZE(prefix))
-        cdef Py_ssize_t room = rows_room(self.c, opening.size())
+        cdef Py_ssize_t room = rows_room(self.c.order.size(), opening.size())
         cdef PyObject* answer = PyBytes_New(NULL, room)
         cdef char* begin = PyBytes_AS_STRING(<object>answer)
         cdef char* end = put_loads(begin, self.c, opening)
@@ -351,12 +354,36 @@ cdef class Ledger:
             raise OverflowError("too many tokens")
         cdef PromptHashes prompt = prompt_of(hashes)
         cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
-        cdef Py_ssize_t room = rows_room(self.c, 0)
+        cdef Py_ssize_t room = rows_room(self.c.order.size(), 0)
         cdef PyObject* answer = PyBytes_New(NULL, room)
         cdef char* begin = PyBytes_AS_STRING(<object>answer)
         cdef char* end = put_projection(begin, self.c, depths, prompt.blocks, new_tokens)
         require(end - begin <= room)
         return cut(answer, end - begin)
+
+    cpdef size_t rows_bytes(self, size_t prefix=0) noexcept:
+        """Returns the bytes that its rows may take, each with a prefix of so many bytes. O(1).
+
+        Beyond WHOLE_ROWS_BYTES rows should be kept and read in pieces.
+        """
+        return rows_room(self.c.order.size(), prefix)
+
+    def keep_loads(self, bytes prefix not None=b""):
+        """Returns the rows of `render_loads` as KeptRows of this moment. O(r)."""
+        cdef KeptRows kept = KeptRows.__new__(KeptRows)
+        kept.prefix = prefix
+        keep_rows(kept.rows, self.c, NULL, 0, 0)
+        return kept
+
+    def keep_projection(self, hashes, uint64_t new_tokens):
+        """Returns the rows of `project`, which checks as well, as KeptRows of this moment."""
+        if new_tokens > kMaxTokens:
+            raise OverflowError("too many tokens")
+        cdef PromptHashes prompt = prompt_of(hashes)
+        cdef const uint32_t* depths = live_depths(self.c.loads, prompt.hashes, prompt.blocks)
+        cdef KeptRows kept = KeptRows.__new__(KeptRows)
+        keep_rows(kept.rows, self.c, depths, prompt.blocks, new_tokens)
+        return kept
 
     def depths(self, hashes):
         """Returns how many leading blocks of a prompt each rank has live, by rank id, no zeros."""
@@ -494,3 +521,35 @@ cdef class Ledger:
 
     cdef void end(self, RequestId request) noexcept:
         books.end_request(self.c, request)
+
+
+cdef class KeptRows:
+    """Rows of all ranks of a ledger at one moment, which are rendered piece by piece.
+
+    Made by `Ledger.keep_loads` and `Ledger.keep_projection`; 32 bytes a rank.
+    """
+
+    def __init__(self):
+        raise TypeError("use Ledger.keep_loads or Ledger.keep_projection")
+
+    def read(self, size_t enough):
+        """Returns further rows, with a comma before each, of at least `enough` bytes if there are.
+
+        b"" at the end. Only `enough` and one row bound a piece from above.
+        """
+        cdef string_view prefix
+        if self.prefix is not None:
+            prefix = string_view(PyBytes_AS_STRING(self.prefix), PyBytes_GET_SIZE(self.prefix))
+        cdef size_t room = enough + rows_room(1, prefix.size())
+        cdef PyObject* piece = PyBytes_New(NULL, room)
+        cdef char* begin = PyBytes_AS_STRING(<object>piece)
+        cdef char* end = begin
+        while self.at < self.rows.size() and <size_t>(end - begin) < enough:
+            end = put_text(end, b",")
+            if self.prefix is None:
+                end = put_kept_projected(end, &self.rows[self.at])
+            else:
+                end = put_kept_load(end, &self.rows[self.at], prefix)
+            self.at += 1
+        require(<size_t>(end - begin) <= room)
+        return cut(piece, end - begin)

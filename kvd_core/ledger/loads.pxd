@@ -90,13 +90,18 @@ cdef inline int make_room_for_ranks(SharedLoads* loads, size_t count) except -1 
     return 0
 
 
+cdef inline char* put_rank(char* to, uint64_t worker_id, uint32_t dp_rank) noexcept nogil:
+    # The JSON members that name a rank; 56 bytes at most.
+    to = put_number(put_text(to, b'"worker_id":'), worker_id)
+    return put_number(put_text(to, b',"dp_rank":'), dp_rank)
+
+
 cdef inline LoadedRankId take_rank(
     SharedLoads* loads, uint64_t worker_id, uint32_t dp_rank
 ) noexcept nogil:
     # A rank that no ledger has, after make_room_for_ranks.
     cdef LoadedRankId id
     cdef LoadedRank* rank
-    cdef char* to
     if loads.free.empty():
         id = <LoadedRankId>loads.ranks.size()
         loads.ranks.extend()
@@ -107,9 +112,7 @@ cdef inline LoadedRankId take_rank(
     memset(rank, 0, sizeof(LoadedRank))
     rank.worker_id = worker_id
     rank.dp_rank = dp_rank
-    to = put_number(put_text(rank.text, b'"worker_id":'), worker_id)
-    to = put_number(put_text(to, b',"dp_rank":'), dp_rank)
-    rank.text_size = <uint8_t>(to - rank.text)
+    rank.text_size = <uint8_t>(put_rank(rank.text, worker_id, dp_rank) - rank.text)
     return id
 
 

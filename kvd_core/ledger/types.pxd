@@ -32,6 +32,7 @@ cdef extern from "ledger/bounds.hpp" namespace "kvd::ledger" nogil:
     uint32_t kMaxRanks
     uint64_t kMaxTokens
     uint64_t kMaxRankTokens
+    size_t kWholeRowsBytes
     enum:
         kMaxLedgers
 

@@ -9,7 +9,8 @@
 An overlap is that of the chosen candidate's worker, in tokens: `dp` has the device depth of all its
 ranks; the other figures are the best of its ranks, cumulative over the tiers. The decode blocks of
 a selection include a last block that is not full. Rows count blocks, one row a rank, sorted by
-(worker, dp rank).
+(worker, dp rank). Those of many candidates are rendered piece by piece, from a copy of the states
+(`KeptStates` of selector.pyx).
 
 Costs: some 20 ns a row, less for a rank of the worker. Each function returns the end of what it has
 written. The caller provides `..._room()` bytes, which cannot be exceeded.
@@ -41,9 +42,9 @@ cdef inline size_t choice_room(const CPool* pool, size_t at) noexcept nogil:
     return 160 + 6 * kMaxDigits + (pool.end_of_worker(c[0]) - c.first) * (4 + 2 * kMaxDigits)
 
 
-cdef inline size_t rows_room(const CPool* pool) noexcept nogil:
+cdef inline size_t rows_room(size_t rows) noexcept nogil:
     # The names of the longer kind of row take 172 bytes; it has seven numbers.
-    return pool.size() * (192 + 7 * kMaxDigits) + 2
+    return rows * (192 + 7 * kMaxDigits) + 2
 
 
 # ---- a selection
@@ -111,35 +112,42 @@ cdef inline char* put_rank(char* to, const CCandidate* c) noexcept nogil:
     return put_number(put_text(to, b',"dp_rank":'), c.dp_rank)
 
 
+cdef inline char* put_overlap(
+    char* to, const CCandidate* candidate, const CCandidateState* c
+) noexcept nogil:
+    to = put_rank(to, candidate)
+    to = put_number(put_text(to, b',"device_blocks":'), c.device)
+    to = put_text(to, b',"host_pinned_blocks":')
+    to = put_number(to, <uint64_t>c.device + c.host)
+    to = put_text(to, b',"disk_blocks":')
+    to = put_number(to, <uint64_t>c.device + c.host + c.disk)
+    to = put_number(put_text(to, b',"host_pinned_extension_blocks":'), c.host)
+    to = put_number(put_text(to, b',"disk_extension_blocks":'), c.disk)
+    return put_text(to, b',"shared_beyond_device_blocks":null}')
+
+
+cdef inline char* put_load(
+    char* to, const CCandidate* candidate, const CCandidateState* c, const Scale* scale
+) noexcept nogil:
+    cdef uint64_t added = effective_tokens(scale, c) if scale.settings.track_prefill else 0
+    to = put_rank(to, candidate)
+    to = put_number(put_text(to, b',"potential_prefill_tokens":'), c.prefill_tokens + added)
+    to = put_number(put_text(to, b',"potential_decode_blocks":'), decode_blocks(scale, c))
+    to = put_number(put_text(to, b',"active_requests":'), c.requests)
+    return put_text(to, b"}")
+
+
 cdef inline char* put_overlaps(char* to, const Choice* pool) noexcept nogil:
-    cdef const CCandidate* candidates = pool.candidates
-    cdef const CCandidateState* c = pool.states
     cdef char* begin = to
     cdef size_t i
     for i in range(pool.size):
-        to = put_rank(to, &candidates[i])
-        to = put_number(put_text(to, b',"device_blocks":'), c[i].device)
-        to = put_text(to, b',"host_pinned_blocks":')
-        to = put_number(to, <uint64_t>c[i].device + c[i].host)
-        to = put_text(to, b',"disk_blocks":')
-        to = put_number(to, <uint64_t>c[i].device + c[i].host + c[i].disk)
-        to = put_number(put_text(to, b',"host_pinned_extension_blocks":'), c[i].host)
-        to = put_number(put_text(to, b',"disk_extension_blocks":'), c[i].disk)
-        to = put_text(to, b',"shared_beyond_device_blocks":null}')
+        to = put_overlap(to, &pool.candidates[i], &pool.states[i])
     return put_end(begin, to)
 
 
 cdef inline char* put_loads(char* to, const Choice* pool, const Scale* scale) noexcept nogil:
-    cdef const CCandidate* candidates = pool.candidates
-    cdef const CCandidateState* c = pool.states
-    cdef uint64_t added
     cdef char* begin = to
     cdef size_t i
     for i in range(pool.size):
-        added = effective_tokens(scale, &c[i]) if scale.settings.track_prefill else 0
-        to = put_rank(to, &candidates[i])
-        to = put_number(put_text(to, b',"potential_prefill_tokens":'), c[i].prefill_tokens + added)
-        to = put_number(put_text(to, b',"potential_decode_blocks":'), decode_blocks(scale, &c[i]))
-        to = put_number(put_text(to, b',"active_requests":'), c[i].requests)
-        to = put_text(to, b"}")
+        to = put_load(to, &pool.candidates[i], &pool.states[i], scale)
     return put_end(begin, to)

@@ -12,7 +12,7 @@ from kvd_core.selector.choice cimport Choice
 from kvd_core.selector.cost cimport Scale
 from kvd_core.selector.pool cimport CPool
 from kvd_core.selector.settings cimport CSettings, Settings
-from kvd_core.selector.types cimport CPrompt
+from kvd_core.selector.types cimport CCandidateState, CPrompt
 
 
 cdef enum Rendering:  # what a pool renders
@@ -31,6 +31,15 @@ cdef struct PoolSums:  # what a candidate's terms depend on: over those that may
 
 cdef class Prompt:
     cdef CPrompt c
+
+
+cdef class KeptStates:
+    cdef Pool pool                      # its candidates stay as they are
+    cdef vector[CCandidateState] states
+    cdef Rendering part                 # kOverlaps or kLoads
+    cdef Settings settings              # keeps alive what `scale` points to
+    cdef Scale scale
+    cdef size_t at                      # of the next row to be rendered
 
 
 cdef class Pool:
@@ -65,6 +74,9 @@ cdef class Pool:
     cdef uint64_t cached_tokens_of(self, const CSettings* settings, size_t candidate) noexcept
     cdef uint64_t effective_tokens_of(self, const CSettings* settings, size_t candidate) noexcept
     cdef Scale scale(self, const CSettings* settings) noexcept
+    # Bytes that rows of all candidates may take.
+    cdef size_t rows_bytes(self) noexcept
+    cdef KeptStates kept(self, Rendering part, Settings settings)
     cdef bytes rendered(self, Rendering part, Settings settings, size_t candidate, bytes opening,
                         bytes members)
     cpdef bytes render_answer(self, bytes opening, bytes members, Py_ssize_t candidate,

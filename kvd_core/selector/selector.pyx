@@ -39,7 +39,8 @@ from kvd_core.selector.cost cimport (
 )
 from kvd_core.selector.loads cimport find_live, find_loads
 from kvd_core.selector.rows cimport (
-    choice_room, kMaxDigits, put_choice, put_loads, put_number, put_overlaps, put_text, rows_room
+    choice_room, kMaxDigits, put_choice, put_load, put_loads, put_number, put_overlap, put_overlaps,
+    put_text, rows_room
 )
 from kvd_core.selector.settings cimport Settings, kRandom, kRoundRobin, kTurns
 from kvd_core.selector.types cimport CCandidate, CCandidateState, kMaxIslTokens
@@ -666,6 +667,14 @@ cdef class Pool:
         """Returns the load that every candidate would have with the prompt, as a JSON array."""
         return self.rendered(kLoads, settings, 0, b"", b"")
 
+    def keep_overlaps(self):
+        """Returns the rows of `render_overlaps` as KeptStates. O(candidates)."""
+        return self.kept(kOverlaps, None)
+
+    def keep_loads(self, Settings settings not None):
+        """Returns the rows of `render_loads` as KeptStates. O(candidates)."""
+        return self.kept(kLoads, settings)
+
     cdef bytes rendered(self, Rendering part, Settings settings, size_t candidate, bytes opening,
                         bytes members):
         cdef PyObject* answer
@@ -673,7 +682,7 @@ cdef class Pool:
         cdef char* end
         cdef Scale scale
         cdef bint one = part == kChoice or part == kAnswer
-        cdef size_t room = choice_room(self.c, candidate) if one else rows_room(self.c)
+        cdef size_t room = choice_room(self.c, candidate) if one else self.rows_bytes()
         cdef size_t before = PyBytes_GET_SIZE(opening) + PyBytes_GET_SIZE(members)
         answer = PyBytes_New(NULL, before + room + 1)
         begin = PyBytes_AS_STRING(<object>answer)
@@ -691,6 +700,17 @@ cdef class Pool:
         return cut(answer, end - begin)
 
     # ---- for compiled callers, which have checked the arguments
+
+    cdef size_t rows_bytes(self) noexcept:
+        return rows_room(self.c.size())
+
+    cdef KeptStates kept(self, Rendering part, Settings settings):
+        cdef KeptStates kept = KeptStates.__new__(KeptStates)
+        kept.pool, kept.part, kept.settings = self, part, settings
+        kept.states.assign(self.c.states(), self.c.states() + self.c.size())
+        if settings is not None:
+            kept.scale = self.scale(&settings.c)
+        return kept
 
     cdef int64_t choose_now(
         self, const CSettings* settings, const uint8_t* mask, uint64_t random, const double* factors
@@ -758,3 +778,34 @@ cdef int bounded(uint64_t isl_tokens) except -1:
     if isl_tokens > kMaxIslTokens:
         raise OverflowError("too many tokens")
     return 0
+
+
+cdef class KeptStates:
+    """Rows of all candidates as the last match has found them, which are rendered piece by piece.
+
+    Made by `Pool.keep_overlaps` and `Pool.keep_loads`; 48 bytes a candidate.
+    """
+
+    def __init__(self):
+        raise TypeError("use Pool.keep_overlaps or Pool.keep_loads")
+
+    def read(self, size_t enough):
+        """Returns further rows, with a comma before each, of at least `enough` bytes if there are.
+
+        b"" at the end. Only `enough` and one row bound a piece from above.
+        """
+        cdef PyObject* piece
+        cdef char* begin
+        cdef char* end
+        cdef const CCandidate* candidates = self.pool.c.candidates()
+        if self.at == self.states.size():
+            return b""
+        piece = PyBytes_New(NULL, enough + rows_room(1))
+        begin = end = PyBytes_AS_STRING(<object>piece)
+        while self.at < self.states.size() and <size_t>(end - begin) < enough:
+            if self.part == kOverlaps:
+                end = put_overlap(end, &candidates[self.at], &self.states[self.at])
+            else:
+                end = put_load(end, &candidates[self.at], &self.states[self.at], &self.scale)
+            self.at += 1
+        return cut(piece, end - begin)

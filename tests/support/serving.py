@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,7 +70,7 @@ def big(request: Request) -> Response:
 
 
 def counted(request: Request) -> Response:
-    async def pieces() -> AsyncIterator[bytes]:
+    async def pieces() -> AsyncGenerator[bytes, None]:
         for number in range(3):
             await trio.lowlevel.checkpoint()
             yield b"%d" % number
@@ -79,11 +79,15 @@ def counted(request: Request) -> Response:
 
 
 def broken_off(request: Request) -> Response:
-    async def pieces() -> AsyncIterator[bytes]:
+    async def pieces() -> AsyncGenerator[bytes, None]:
         yield b"begun"
         raise RuntimeError("secret")
 
     return Response(200, pieces(), b"text/plain")
+
+
+async def counted_later(request: Request) -> Response:
+    return counted(request)
 
 
 async def slow(request: Request) -> Response:
@@ -120,8 +124,9 @@ ROUTES: tuple[Route, ...] = (
     *both("GET", "/big", big),
     *both("GET", "/named/{name}/state", named),
     *both("GET", "/named/exact/state", unnamed),
-    Route("GET", "/counted", counted),
-    Route("GET", "/broken", broken_off),
+    *both("GET", "/counted", counted),
+    *both("GET", "/counted/later", counted_later),
+    *both("GET", "/broken", broken_off),
     Route("GET", "/slow", slow),
     Route("GET", "/waiting", slow, hot=True),
     Route("DELETE", "/gone/{name}", named, hot=True, scope=Scope.LIFECYCLE),

@@ -88,6 +88,45 @@ def test_every_body_is_answered_or_refused(route: Route, body: bytes) -> None:
     trio.run(ask)
 
 
+def outcome(route: Route, body: bytes, some_bytes: int) -> Any:
+    """Returns an answer or refusal; the body is scanned ahead in steps of `some_bytes`, if any."""
+    handler = route.handler
+    assert isinstance(handler, HotHandler)
+    ahead = handler.ahead(body) if some_bytes else None
+    while ahead is not None and not ahead.advance(some_bytes):
+        pass
+    try:
+        response = handler(Request("POST", route.path, b"", [], body, ahead=ahead))
+    except KvdError as error:
+        return error.status, str(error)
+    assert isinstance(response, Response)
+    return response.body
+
+
+@every_query
+@given(body=st.one_of(BODIES, st.binary(max_size=20)), some_bytes=st.integers(1, 40))
+@example(body=members_body([("token_ids", "[1,2,]"), ("model_name", '"m"')]), some_bytes=1)
+@example(body=members_body([("token_ids", "[1,2")]), some_bytes=1)
+@example(body=members_body([*USUAL, ("token_ids", "[1]")]), some_bytes=1)
+def test_a_body_may_be_scanned_in_steps(route: Route, body: bytes, some_bytes: int) -> None:
+    async def ask() -> None:
+        assert outcome(route, body, some_bytes) == outcome(route, body, 0)
+
+    trio.run(ask)
+
+
+def test_steps_of_a_scan_are_short() -> None:
+    handler = ROUTES["/query"].handler
+    assert isinstance(handler, HotHandler)
+    body = body_of(token_ids=list(range(100_000)))
+    ahead = handler.ahead(body)
+    assert ahead is not None
+    steps = 1
+    while not ahead.advance(1000):
+        steps += 1
+    assert steps > len(body) // 1100
+
+
 @every_query
 @pytest.mark.parametrize(
     ("members", "same"),

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvd.faces.indexer import routes as indexer
-from kvd.faces.indexer.workers import SLICE_RANKS, listed
+from kvd.faces.indexer.workers import SLICE_RANKS, instances_of, listed
 from kvd.http.messages import Request
 from kvd.index.partitions import State
-from kvd.index.registry import Registry, by_instance
+from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
 from tests.support.idle_listeners import IdleListeners
 
@@ -28,17 +28,13 @@ class Fleet:
 
     def pieces(self) -> Iterator[bytes]:
         """Yields the list, with an empty piece wherever other tasks may run."""
-        instances = [
-            (self.state.partitions[partition], ranks)
-            for (partition, _), ranks in by_instance(self.registry.registrations()).items()
-        ]
-        return listed(instances, 0.0)
+        return listed(instances_of(self.state, self.registry.registrations()), 0.0)
 
     async def listed(self, query: bytes = b"") -> Any:
         request = Request("GET", "/workers", query, [], b"")
         response = await indexer.workers(self.state, self.registry, request)
-        assert isinstance(response.body, bytes)
-        return json.loads(response.body)
+        body = response.body
+        return json.loads(body if isinstance(body, bytes) else b"".join([p async for p in body]))
 
 
 def check_slices(fleet: Fleet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from kvd.faces.common.slices import whole
+from kvd.faces.common.slices import written
 from kvd.http.messages import JSON, Request, Response
 from kvd.http.routes import Route, Scope
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Family, Source, render
@@ -24,10 +24,11 @@ def health_route(body: bytes = b"") -> Route:
 
 async def metrics(sources: Sequence[Source], request: Request) -> Response:
     """Answers in Prometheus' text format; other tasks run while the answer is written."""
-    return Response(200, await whole(render(_families(sources)), SCRAPE), CONTENT_TYPE)
+    return Response(200, await written(render(families_of(sources)), SCRAPE), CONTENT_TYPE)
 
 
-def _families(sources: Sequence[Source]) -> Iterator[Family | None]:
+def families_of(sources: Sequence[Source]) -> Iterator[Family | None]:
+    """Yields the families of all sources, and None where other tasks may run."""
     for source in sources:
         yield from source()
 

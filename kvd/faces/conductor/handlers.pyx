@@ -112,7 +112,7 @@ cdef class QueryHandler(HotHandler):
         msgpack; and the ServedModels of this process.
         """
         self.served = served
-        self.body = QuestionReader(self.ARRAYS, FIELDS)
+        self.scanner = self.body = QuestionReader(self.ARRAYS, FIELDS)
         self.partitions = partitions
         self.packed = packed
 

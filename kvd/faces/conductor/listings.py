@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgpack
 import trio
 
-from kvd.faces.common.slices import whole
+from kvd.faces.common.slices import written
 from kvd.faces.conductor import msgpack as packed
 from kvd.http.messages import Request, Response
 from kvd.index.metrics import listener_families, state_families
@@ -47,7 +47,7 @@ async def services(publishers: Publishers, request: Request) -> Response:
         verbose = b"verbose=1" in request.query.split(b"&")
         rows = (_packed_service(publisher, now, verbose) for publisher in listed)
         return await _packed_list("count", "services", len(listed), rows)
-    return Response(200, await whole(_services(listed, now)))
+    return Response(200, await written(_services(listed, now)))
 
 
 def _packed_service(publisher: Publisher, now: float, verbose: bool) -> dict[str, Any]:
@@ -73,7 +73,7 @@ async def _packed_list(
             if number % SLICE_ROWS == 0:
                 yield b""
 
-    return Response(200, await whole(pieces()), packed.FORM.content_type)
+    return Response(200, await written(pieces()), packed.FORM.content_type)
 
 
 def _services(listed: list[Publisher], now: float) -> Iterator[bytes]:
@@ -133,10 +133,10 @@ def _is_unmatched(stats: Mapping[str, Any]) -> bool:
 async def global_view(state: State, publishers: Publishers, request: Request) -> Response:
     """Lists the contexts that keep blocks apart; the blocks themselves are not shown."""
     if packed.wants_packed(request):
-        contexts = _packed_contexts(state, publishers)
+        contexts = await _packed_contexts(state, publishers)
         return await _packed_list("context_count", "contexts", len(contexts), contexts)
     pieces = _contexts(list(publishers), list(state.partitions.values()))
-    return Response(200, await whole(pieces))
+    return Response(200, await written(pieces))
 
 
 def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[bytes]:
@@ -170,16 +170,20 @@ def _contexts(listed: list[Publisher], partitions: list[Partition]) -> Iterator[
     yield from _rows(context._asdict() for context in contexts)
 
 
-def _packed_contexts(state: State, publishers: Publishers) -> list[dict[str, Any]]:
+async def _packed_contexts(state: State, publishers: Publishers) -> list[dict[str, Any]]:
     """Returns the contexts of publishers, with the ranks of their instances.
 
     Blocks are counted for a model, tenant and block size, whatever their adapter.
     """
     contexts: dict[tuple[str, str, int, str], dict[str, Any]] = {}
-    for publisher in publishers:
+    for number, publisher in enumerate(list(publishers), 1):
+        if number % SLICE_ROWS == 0:
+            await trio.lowlevel.checkpoint()
         described = publisher.described
         key = described.key.partition
         where = (*key, described.block_size, described.lora_name)
+        if where[:3] not in state.sized:
+            continue  # it has been unregistered meanwhile
         if where not in contexts:
             contexts[where] = {
                 "model_name": described.model_name,

@@ -9,12 +9,14 @@ from urllib.parse import parse_qsl
 import trio
 
 from kvd.errors import NotFound, Unavailable
-from kvd.faces.common.monitoring import metrics
+from kvd.faces.common.monitoring import families_of, metrics
+from kvd.faces.common.slices import whole
 from kvd.gateway.siblings import Siblings
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route
 from kvd.telemetry.merging import Merged
 from kvd.telemetry.metrics import CONTENT_TYPE, METRICS_PATH, Source, by_label, render
+from kvd.telemetry.stretches import SCRAPE
 
 
 def metrics_route(siblings: Siblings, sources: Sequence[Source]) -> Route:
@@ -29,7 +31,7 @@ async def merged_metrics(
     query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
     asked, identity = query.get("process"), siblings.identity
     if asked is None:
-        return Response(200, await _joined(siblings, sources, request), CONTENT_TYPE)
+        return Response(200, await _joined(siblings, sources), CONTENT_TYPE)
     if asked == identity.name:
         return await metrics(sources, request)
     if asked not in identity.sockets:
@@ -40,9 +42,8 @@ async def merged_metrics(
     return Response(200, text, CONTENT_TYPE)
 
 
-async def _joined(siblings: Siblings, sources: Sequence[Source], request: Request) -> bytes:
-    own = (await metrics(sources, request)).body
-    assert isinstance(own, bytes)
+async def _joined(siblings: Siblings, sources: Sequence[Source]) -> bytes:
+    own = await whole(render(families_of(sources)), SCRAPE)
     texts = await siblings.every_metrics(own)
     merged = Merged()
     for name, text in texts.items():

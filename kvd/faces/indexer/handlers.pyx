@@ -33,7 +33,7 @@ cdef class QueryHandler(HotHandler):
 
     def __init__(self, state not None, registry):
         """Takes the daemon's state, which has the partitions, and the registry of its ranks."""
-        self.body = BodyReader(self.ARRAY, self.FIELDS)
+        self.scanner = self.body = BodyReader(self.ARRAY, self.FIELDS)
         self.state = state
         self.registry = registry
         self.partitions = state.partitions

@@ -9,10 +9,10 @@ import trio
 
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import health_route
-from kvd.faces.common.slices import sliced, whole
+from kvd.faces.common.slices import sliced, written
 from kvd.faces.indexer.handlers import HashQueryHandler, QueryHandler, TieredQueryHandler
 from kvd.faces.indexer.registration import read_rank
-from kvd.faces.indexer.workers import listed
+from kvd.faces.indexer.workers import instances_of, listed
 from kvd.http.hot import HotHandler
 from kvd.http.limits import LONG_BODY_LIMIT
 from kvd.http.messages import Request, Response
@@ -21,7 +21,7 @@ from kvd.index.dumps import binary_dump, text_dump
 from kvd.index.metrics import listener_families, state_families
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
-from kvd.index.registry import INDEXER, Registry, by_instance
+from kvd.index.registry import INDEXER, Registry
 from kvd.telemetry.metrics import Family, counter, gauge
 from kvd.telemetry.stretches import DUMP
 from kvd.wire.dump import BINARY_DUMP, INSTANCE_HEADER, RECOVERING_HEADER, wants_binary
@@ -121,12 +121,14 @@ def _rank(request: Request) -> tuple[int, int, str | None, str | None]:
 async def workers(state: State, registry: Registry, request: Request) -> Response:
     """Lists the instances, of all models and tenants or of those that the query names."""
     model_name, tenant_id = bodies.filters(request)
-    instances = [
-        (state.partitions[partition], ranks)
-        for (partition, _), ranks in by_instance(registry.owned_by(INDEXER)).items()
-        if model_name in (None, partition.model_name) and tenant_id in (None, partition.tenant_id)
+    registrations = [
+        each
+        for each in registry.owned_by(INDEXER)
+        if model_name in (None, each.key.partition.model_name)
+        and tenant_id in (None, each.key.partition.tenant_id)
     ]
-    return Response(200, await whole(listed(instances, trio.current_time())))
+    instances = instances_of(state, registrations)
+    return Response(200, await written(listed(instances, trio.current_time())))
 
 
 def dump(state: State, request: Request) -> Response:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 
 from kvd.faces.common import bodies
-from kvd.index.partitions import Partition
-from kvd.index.registry import Registration, Registry
+from kvd.index.partitions import Partition, State
+from kvd.index.registry import Registration, Registry, by_instance
 from kvd.model import RankKey
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd.wire.stream_link import ListenerStatus
@@ -26,15 +26,26 @@ STATUS_ORDER = (
 Instance = tuple[Partition, list[Registration]]
 
 
-def listed(instances: Iterable[Instance], now: float) -> Iterator[bytes]:
-    """Yields a JSON array of instances, and b"" where other tasks may run.
+def instances_of(state: State, registrations: Iterable[Registration]) -> Iterator[Instance | None]:
+    """Yields the instances of registrations; None where other tasks may run."""
+    partitions = dict(state.partitions)
+    for ranks in by_instance(registrations):
+        yield None if ranks is None else (partitions[ranks[0].key.partition], ranks)
+
+
+def listed(instances: Iterable[Instance | None], now: float) -> Iterator[bytes]:
+    """Yields a JSON array of instances, and b"" where other tasks may run, also for a None.
 
     An instance is shown in the state that it has when it is written. One that is unregistered
     meanwhile is still listed.
     """
     separator = b"["
     written = 0
-    for partition, ranks in instances:
+    for instance in instances:
+        if instance is None:
+            yield b""
+            continue
+        partition, ranks = instance
         yield separator
         yield from _instance(partition, ranks, now)
         separator = b", "

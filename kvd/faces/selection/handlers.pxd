@@ -47,10 +47,10 @@ cdef class PromptHandler(HotHandler):
     cdef Pool matched_pool(self, partition_key)
 
 cdef class PotentialLoadsHandler(PromptHandler):
-    pass
+    cdef object kept    # the rows of the last answer, if it is written in pieces
 
 cdef class OverlapScoresHandler(PromptHandler):
-    pass
+    cdef object pieces  # of the last answer, if it is written in pieces
 
 cdef class SelectHandler(PromptHandler):
     cdef object reservations, scheduler  # parts of the selections

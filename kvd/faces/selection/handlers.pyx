@@ -24,17 +24,20 @@ from kvd.http.permits cimport Text
 from kvd.selection.serving cimport opening, utf8
 from kvd_core.json.scan cimport ValueKind
 from kvd_core.ledger.trie cimport kNone
-from kvd_core.ledger.types cimport kMaxIdBytes
+from kvd_core.ledger.types cimport kMaxIdBytes, kWholeRowsBytes
 from kvd_core.selector.selector cimport kLoads, kOverlaps
 from kvd_core.selector.settings cimport Settings
 from kvd_core.selector.types cimport kMaxIslTokens
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from kvd.faces.common import bodies
+from kvd.faces.common.slices import arrayed, sliced
 from kvd.faces.selection import choosing, prompts
 from kvd.faces.selection.members import retry_of
+from kvd.http.messages import Response
 from kvd.model import PartitionKey
 from kvd.selection.candidates import schedulable
 from kvd.selection.requests import QueuedRequest
@@ -98,6 +101,9 @@ cdef int N_SELECT_FIELDS = len(SELECT_FIELDS)
 cdef str MODEL = DEFAULT_MODEL
 
 cdef bytes OK = bodies.OK
+cdef bytes OVERLAPS_END = (
+    b',"shared_cache":{"enabled":false,"total_hit_blocks":0,"ranges":[],"error":null}}'
+)
 
 
 cdef class PromptReader(BodyReader):
@@ -190,7 +196,7 @@ cdef class PromptHandler(HotHandler):
 
     def __init__(self, selections not None):
         """Takes the daemon's selections."""
-        self.body = PromptReader(prompts.ARRAYS, self.FIELDS)
+        self.scanner = self.body = PromptReader(prompts.ARRAYS, self.FIELDS)
         self.selections = selections
         self.candidates = selections.candidates
 
@@ -223,7 +229,15 @@ cdef class PotentialLoadsHandler(PromptHandler):
         partition_key = self.partition_key()
         cdef Settings settings = self.settings_in(partition_key)
         cdef Pool pool = self.matched_pool(partition_key)
-        return pool.rendered(kLoads, settings, 0, b"", b"")
+        if pool.rows_bytes() <= kWholeRowsBytes:
+            return pool.rendered(kLoads, settings, 0, b"", b"")
+        if request is not None:
+            self.kept = pool.kept(kLoads, settings)
+        return None
+
+    cdef waiting(self, request):
+        kept, self.kept = self.kept, None
+        return Response(200, sliced(arrayed([kept])))
 
 
 cdef class OverlapScoresHandler(PromptHandler):
@@ -236,11 +250,17 @@ cdef class OverlapScoresHandler(PromptHandler):
         if not self.body.is_unset(kOverride):
             self.settings_in(partition_key)  # only checked: they change no overlap
         cdef Pool pool = self.matched_pool(partition_key)
-        return (
-            b'{"block_size":%d,"num_blocks":%d,"workers":%b,"shared_cache":{"enabled":false,'
-            b'"total_hit_blocks":0,"ranges":[],"error":null}}'
-            % (pool.block_size, pool.blocks, pool.rendered(kOverlaps, None, 0, b"", b""))
-        )
+        begin = b'{"block_size":%d,"num_blocks":%d,"workers":' % (pool.block_size, pool.blocks)
+        if pool.rows_bytes() <= kWholeRowsBytes:
+            return pool.rendered(kOverlaps, None, 0, begin, b"") + OVERLAPS_END
+        if request is not None:
+            rows = arrayed([pool.kept(kOverlaps, None)])
+            self.pieces = chain([begin], rows, [OVERLAPS_END])
+        return None
+
+    cdef waiting(self, request):
+        pieces, self.pieces = self.pieces, None
+        return Response(200, sliced(pieces))
 
 
 cdef class SelectHandler(PromptHandler):
@@ -414,6 +434,22 @@ cdef class LoadsHandler(HotHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         model_name, tenant_id = (None, None) if request is None else bodies.filters(request)
         return self.selections.render_loads(model_name, tenant_id)
+
+    cdef waiting(self, request):
+        return Response(200, sliced(load_pieces(self.selections.named(*bodies.filters(request)))))
+
+
+def load_pieces(every):
+    """Yields the array of loads in pieces; those of a model and tenant are of one moment."""
+    separator = b"["
+    for candidates in every:
+        before, after = candidates.around_loads()
+        rows = candidates.ledger.keep_projection(b"", 0)
+        yield separator + before
+        yield from arrayed([rows])
+        yield after
+        separator = b","
+    yield b"]"
 
 
 def has_matched(pool):

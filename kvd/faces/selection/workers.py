@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import trio
 
 from kvd.errors import BadRequest, Invalid
 from kvd.faces.common import bodies
-from kvd.faces.common.slices import whole
+from kvd.faces.common.slices import written
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
 from kvd.faces.selection.records import read_changes, read_worker, record, row
@@ -57,16 +58,16 @@ async def ready(request: Request, *, selections: Selections, shared: SharedStatu
     }
     if (shared_state := shared()) is not None:
         answer["shared_state"] = shared_state
-    text = bodies.render(answer)
-    if request.known:
-        workers = await whole(listed(selections, entries))
-        text = b'%b,"workers":%b}' % (text[:-1], workers)
-    return Response(503 if reasons else 200, text)
+    text, status = bodies.render(answer), 503 if reasons else 200
+    if not request.known:
+        return Response(status, text)
+    pieces = chain([text[:-1] + b',"workers":'], listed(selections, entries), [b"}"])
+    return Response(status, await written(pieces))
 
 
 async def list_workers(request: Request, *, selections: Selections) -> Response:
     entries = await selections.workers.listed(*bodies.filters(request))
-    return Response(200, await whole(listed(selections, entries)))
+    return Response(200, await written(listed(selections, entries)))
 
 
 def listed(selections: Selections, entries: Iterable[CatalogEntry]) -> Iterator[bytes]:
@@ -95,7 +96,7 @@ async def post_worker(request: Request, *, selections: Selections) -> Response:
 async def _row(status: int, selections: Selections, entry: CatalogEntry) -> Response:
     """Answers with a worker's row, in steps: hundreds of ranks take milliseconds."""
     await trio.lowlevel.checkpoint()
-    return Response(status, await whole(row(selections.workers, entry)))
+    return Response(status, await written(row(selections.workers, entry)))
 
 
 async def put_workers(request: Request, *, selections: Selections) -> Response:
@@ -105,12 +106,14 @@ async def put_workers(request: Request, *, selections: Selections) -> Response:
     records: list[WorkerRecord] = []
     for _ in REQUESTS.each(_read(members, key, records)):
         await trio.lowlevel.checkpoint()
+    await trio.lowlevel.checkpoint()
     if any(each.key != key for each in records):
         raise Invalid("workers: an entry belongs to another model or tenant")
+    await trio.lowlevel.checkpoint()
     if len({each.worker_id for each in records}) != len(records):
         raise Invalid("workers: the array contains a worker_id twice")
     entries = await selections.workers.put_all(key, records)
-    return Response(200, await whole(listed(selections, entries)))
+    return Response(200, await written(listed(selections, entries)))
 
 
 def _read(

@@ -39,7 +39,7 @@ cdef class FreeHandler(StepHandler):
     pass
 
 cdef class PotentialLoadsHandler(SlotHandler):
-    pass
+    cdef object kept  # the rows of the last answer, if it is written in pieces
 
 cdef class LoadsHandler(HotHandler):
     cdef object slots

@@ -14,10 +14,14 @@ from kvd.http.permits cimport Text
 from kvd_core.json.scan cimport ValueKind
 from kvd_core.ledger.ledger cimport Ledger
 from kvd_core.ledger.trie cimport kNone
-from kvd_core.ledger.types cimport Admission, RequestId, kAdded, kMaxIdBytes, kMaxTokens
+from kvd_core.ledger.types cimport (
+    Admission, RequestId, kAdded, kMaxIdBytes, kMaxTokens, kWholeRowsBytes
+)
 
 from kvd.errors import Invalid
 from kvd.faces.common import bodies
+from kvd.faces.common.slices import arrayed, sliced
+from kvd.http.messages import Response
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 
 # Positions of the fields; the first three are those of every body.
@@ -174,7 +178,15 @@ cdef class PotentialLoadsHandler(SlotHandler):
         self.body.require_array(0)
         cdef uint64_t tokens = new_tokens(self.body, kProjectedTokens)
         cdef Ledger ledger = self.tracker().ledger
-        return ledger.project(self.body, tokens)
+        if ledger.rows_bytes() <= kWholeRowsBytes:
+            return ledger.project(self.body, tokens)
+        if request is not None:
+            self.kept = ledger.keep_projection(self.body, tokens)
+        return None
+
+    cdef waiting(self, request):
+        kept, self.kept = self.kept, None
+        return Response(200, sliced(arrayed([kept])))
 
 
 cdef class LoadsHandler(HotHandler):
@@ -188,6 +200,9 @@ cdef class LoadsHandler(HotHandler):
     cdef bytes answer(self, const char* body, size_t size, Text captured, request):
         model_name, tenant_id = (None, None) if request is None else bodies.filters(request)
         return self.slots.render_loads(model_name, tenant_id)
+
+    cdef waiting(self, request):
+        return Response(200, sliced(arrayed(self.slots.kept_loads(*bodies.filters(request)))))
 
 
 cdef int ease(Ledger ledger) except -1:

@@ -8,7 +8,7 @@ from functools import partial
 from kvd.errors import NotFound
 from kvd.faces.common import bodies
 from kvd.faces.common.monitoring import health_route
-from kvd.faces.common.slices import whole
+from kvd.faces.common.slices import written
 from kvd.faces.slot_tracker.handlers import (
     AddHandler,
     FreeHandler,
@@ -73,7 +73,7 @@ async def unregister(slots: SlotTrackers, request: Request) -> Response:
 
 async def workers(slots: SlotTrackers, request: Request) -> Response:
     """Lists the workers, of all models and tenants or of those that the query names."""
-    return Response(200, await whole(_listed(slots.workers(*bodies.filters(request)))))
+    return Response(200, await written(_listed(slots.workers(*bodies.filters(request)))))
 
 
 def _listed(rows: Iterable[WorkerRow]) -> Iterator[bytes]:

@@ -283,21 +283,36 @@ async def test_persistence_is_what_the_client_asks_for() -> None:
                         assert await client.read_to_end() == b""
 
 
-async def test_a_streamed_response_is_chunked_or_ends_with_the_connection() -> None:
+@PREFIXES
+@pytest.mark.parametrize("path", ["/counted", "/counted?a=b", "/counted/later"])
+async def test_a_streamed_response_is_chunked_or_ends_with_the_connection(
+    prefix: str, path: str
+) -> None:
     async with serving() as running, running.client() as client:
-        reply = await client.request("GET", "/counted")
-        assert (reply.headers["transfer-encoding"], reply.body) == ("chunked", b"012")
-        assert reply.persists()
-        await client.send(b"GET /counted HTTP/1.0\r\n\r\n")
+        for _ in range(2):
+            reply = await client.request("GET", prefix + path)
+            assert (reply.headers["transfer-encoding"], reply.body) == ("chunked", b"012")
+            assert reply.persists()
+        reply = await client.request("HEAD", prefix + path)
+        assert (reply.status, reply.headers["content-type"], reply.body) == (200, "text/plain", b"")
+        assert (await client.request("GET", "/health")).status == 200
+        await client.send(f"GET {prefix}{path} HTTP/1.0\r\n\r\n".encode())
         reply = await client.read_reply()
         assert (reply.headers["connection"], reply.body) == ("close", b"012")
+        route = prefix + path.partition("?")[0]
+        of_route = [each for each in running.observed if each[1] == route]
+        assert of_route == [("GET", route, 200)] * 2 + [("HEAD", route, 200), ("GET", route, 200)]
 
 
-async def test_a_stream_that_fails_is_visibly_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+@PREFIXES
+async def test_a_stream_that_fails_is_visibly_cut_off(
+    prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving() as running, running.client() as client:
         with pytest.raises(trio.EndOfChannel):
-            await client.request("GET", "/broken")
+            await client.request("GET", f"{prefix}/broken")
         assert any(record.exc_info for record in caplog.records)
+        await running.until(handler_bugs=1)
 
 
 @PREFIXES

@@ -495,6 +495,28 @@ def test_rows_are_sorted_numerically() -> None:
     )
 
 
+@pytest.mark.parametrize("enough", [1, 300, 10**6])
+def test_kept_rows_are_those_of_their_moment(enough: int) -> None:
+    ledger, prefix = Ledger(), b'"model_name":"m",'
+    for worker in range(30):
+        rank = ledger.add_rank(worker, worker * 7)
+        ledger.add(f"{worker}", rank, packed(1, worker), 16 * worker, 0.0)
+    loads, projection = ledger.render_loads(prefix), ledger.project(packed(1, 5), 48)
+    kept = ledger.keep_loads(prefix), ledger.keep_projection(packed(1, 5), 48)
+    first = [rows.read(enough) for rows in kept]
+    ledger.free("3")
+    ledger.remove_ranks(7, [49])
+    ledger.add_rank(3, 22)
+    for rows, begun, whole in zip(kept, first, (loads, projection[1:-1]), strict=True):
+        pieces = [begun, *iter(lambda rows=rows: rows.read(enough), b"")]
+        assert b"".join(pieces) == b"," + whole
+        assert all(enough <= len(piece) < enough + 200 for piece in pieces[:-1])
+        assert rows.read(enough) == b""
+    assert Ledger().keep_loads().read(enough) == b""
+    with pytest.raises(OverflowError):
+        ledger.keep_projection(b"", MAX_TOKENS + 1)
+
+
 def test_hashes_come_straight_from_a_body() -> None:
     scanner = BodyScanner(arrays={"sequence_hashes": "hash64"}, fields=("n",))
     tracker = Tracker()

@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from typing import Any
 
 import msgpack
 import pytest
@@ -28,6 +29,7 @@ from kvd_core.selector.selector import (
     OVERLOADED,
     Candidate,
     Chance,
+    KeptStates,
     Pool,
 )
 from kvd_core.selector.settings import (
@@ -1111,6 +1113,11 @@ def test_selector_equals_model(
     )
     assert json.loads(fleet.pool.render_overlaps()) == model.overlap_rows()
     assert json.loads(fleet.pool.render_loads(chosen_settings)) == model.load_rows(model_settings)
+    overlaps, loads = fleet.pool.keep_overlaps(), fleet.pool.keep_loads(chosen_settings)
+    fleet.match(0, 1, 0)
+    assert pieced(overlaps) == model.overlap_rows()
+    assert pieced(loads) == model.load_rows(model_settings)
+    fleet.match(blocks, isl_tokens, novel)
     check_sums(fleet.pool, chosen_settings, mask, factors)
     for random_ in draws:
         foretold = fleet.pool.chances(chosen_settings, mask, factors)
@@ -1124,6 +1131,11 @@ def test_selector_equals_model(
         if chosen >= 0:
             members = fleet.pool.render_choice(chosen, chosen_settings)
             assert b"{" + members + b"}" == compact(model.overlap(chosen, model_settings))
+
+
+def pieced(rows: KeptStates) -> Any:
+    """Returns the rows of an array that is read in pieces of one or two rows."""
+    return json.loads(b"[%b]" % b"".join(iter(lambda: rows.read(200), b""))[1:])
 
 
 def check_sums(pool: Pool, s: Settings, mask: bytes | None, factors: bytes | None) -> None:
