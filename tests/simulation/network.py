@@ -26,6 +26,7 @@ import trio
 import zmq
 
 from kvd.net.dialing import Dialer
+from kvd.net.turns import Turns
 from kvd.net.zmq_link import MONITOR_EVENT
 from kvd_core.zmq.drain import Inbox
 from kvd_core.zmq.subscriber import LOST
@@ -36,6 +37,14 @@ from tests.simulation.replays import answer
 HEARTBEAT_S = 15.0
 RETRY_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0)
 Frames = list[bytes]
+
+# Time of a round of turns that never runs out: here a turn is limited by its number of messages.
+ENDLESS_NS = 1 << 60
+
+
+def virtual_turns() -> Turns:
+    """Returns turns in virtual time, which stands still during a turn, however slow the machine."""
+    return Turns(ENDLESS_NS, lambda: int(trio.current_time() * 1e9))
 
 
 @dataclass
@@ -507,6 +516,7 @@ class SimulatedArrivals:
     """Replaces `kvd.net.arrivals.Arrivals`."""
 
     def __init__(self) -> None:
+        self.handshakes = virtual_turns()
         self._waits: dict[SimulatedSubscriber, trio.CancelScope] = {}
 
     async def take_turn(self) -> None:

@@ -34,7 +34,6 @@ from kvd.net.fetch import FetchError
 from kvd.net.link import LinkOptions
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import RecoveryStats, confirm_restored, recover
-from kvd.net.turns import Turns
 from kvd.wire.event_stream import EventStream, StreamHealth
 from kvd_core.index.prefix_index import ALL_TIERS, CLEARED, Stream
 from tests.simulation.engine import BLOCK, Engine
@@ -49,6 +48,7 @@ from tests.simulation.network import (
     fill_frames,
     is_plain,
     stream_socket,
+    virtual_turns,
 )
 
 # Of each stream: the process and number of its last batch, and its restarts.
@@ -56,14 +56,6 @@ StreamPositions = dict[RankKey, tuple[int, int, int]]
 
 FROZEN = "its lost connection is not noticed yet"
 UNANSWERED = ("silent", "late", "too_much", "failed")  # ReplayEnds that show nothing of the engine
-
-# Time of a round of turns that never runs out: here a turn is limited by its number of messages.
-ENDLESS_NS = 1 << 60
-
-
-def virtual_turns() -> Turns:
-    """Returns turns in virtual time, which stands still during a turn, however slow the machine."""
-    return Turns(ENDLESS_NS, lambda: int(trio.current_time() * 1e9))
 
 
 class Repeated(Exception):

@@ -27,9 +27,9 @@ from kvd.wire.stream_link import ListenerStatus
 from kvd_core.base.hashing import local_hashes
 from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica
-from tests.simulation.network import SimulatedDialer, Wire, is_plain
+from tests.simulation.network import SimulatedDialer, Wire, is_plain, virtual_turns
 from tests.simulation.oracle import Oracle
-from tests.simulation.replica import Replica, virtual_turns
+from tests.simulation.replica import Replica
 from tests.support.cancelling import every_checkpoint
 
 KEYS = [
