@@ -89,6 +89,8 @@ async def fleet(
         patient = ["--gateway-tokenize-s", str(NOT_MY_FAULT_S)]
         all_flags = [*named, *patient, *flags]
         server = await trio.to_thread.run_sync(lambda: start(*all_flags, face="gateway"))
+        if "--processes" in flags:
+            await until(lambda: "event=processes_ready" in server.stderr)
         yield Fleet(server, running)
 
 
