@@ -1,6 +1,7 @@
 """The foundation of all of the core.
 
 arena.hpp, pages.hpp   storage by dense ids that never moves; memory in mappings of its own
+numbers.hpp            numbers by dense ids, of which many have none
 page_buffer.hpp        a vector that grows without copying
 keyed.hpp              the hash of tables whose keys outsiders choose
 arena.pxd              arenas, probe tables and keyed hashes for Cython's structs

@@ -65,6 +65,7 @@
 #include "index/types.hpp"
 #include "base/keyed.hpp"
 #include "index/names.hpp"
+#include "base/numbers.hpp"
 #include "index/predicted.hpp"
 #include "index/prompt_stats.hpp"
 #include "index/sequence.hpp"
@@ -305,7 +306,7 @@ class Index {
   // The inherited hash term of the block that the rank calls `name`, parked or not; 0 without one.
   uint64_t term_of(RankId id, uint64_t name) const {
     const Rank& rank = ranks_[id];
-    if (terms_.empty() && rank.parked() == 0) return 0;
+    if (terms_.size() == 0 && rank.parked() == 0) return 0;
     const uint32_t slot = rank.names.find(name, keys());
     if (slot != Names::kAbsent) return term_at(keys().block(rank.names.value(slot)));
     if (rank.parked() == 0) return 0;
@@ -314,11 +315,7 @@ class Index {
   }
 
   // The inherited hash term of a placed block; 0 without one.
-  uint64_t term_at(BlockId block) const {
-    if (terms_.empty()) return 0;
-    const auto it = terms_.find(block);
-    return it == terms_.end() ? 0 : it->second;
-  }
+  uint64_t term_at(BlockId block) const { return terms_[block]; }
 
   size_t parked_count() const { return parked_; }
   size_t record_count() const { return records_.live(); }
@@ -336,7 +333,7 @@ class Index {
     }
     if (predicted_ != nullptr) total += predicted_->bytes();
     if (sequences_ != nullptr) total += sequences_->bytes();
-    return total + terms_.size() * kExceptionBytes;
+    return total + terms_.bytes();
   }
 
  private:
@@ -468,7 +465,7 @@ class Index {
   std::vector<RankId> free_ranks_;
   std::vector<RankId> retired_;
   std::vector<std::pair<uint32_t, uint32_t>> group_layers_;
-  std::unordered_map<BlockId, uint64_t> terms_;
+  Numbers terms_;
   std::unique_ptr<Sequences> sequences_;  // null until sequence hashes are kept
   Watcher unsequenced_;                   // the next chain whose blocks have none yet
   Placements* placements_ = nullptr;

@@ -130,7 +130,7 @@ inline bool Index::take_copy(RankId id, uint64_t name, LayerId layer) {
 inline void Index::trim(NodeId node) {
   tree_.trim(node, [&](BlockId block) {
     --budget_->blocks;
-    if (!terms_.empty()) terms_.erase(block);
+    terms_.erase(block);
     if (sequences_ != nullptr) sequences_->erase(block);
   });
 }

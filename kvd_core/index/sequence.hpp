@@ -2,7 +2,8 @@
 // hash on.
 //
 //   key      namespace ? sequence hash ^ keyed hash of the namespace : sequence hash
-//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0 unknown; in pages of 256
+//   keys     [ 0x91c0.. | 0x7ad2.. | 0 | .. ]     by block id, 0 unknown
+//   spaces   [ 0 | 0x33e1.. | 0 | .. ]            by block id, 0 the base model
 //   slots    [ 17 | .. | 902 | 18 | .. ]          key -> block; keys are read back from `keys`
 //
 // A namespace is what adapter and salt add to the seed of local hashes; 0 is the base model without
@@ -10,21 +11,20 @@
 //
 // Invariants
 //   1. keys[b] != 0 exactly when b is in the slots, under that key;
-//   2. `spaces_` has the namespace of every block in the slots whose namespace is not 0;
+//   2. `spaces_` has the namespaces of blocks in the slots, and of no others;
 //   3. the blocks before a block in the slots are in the slots, in the same namespace.
 //
-// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 48 more in a namespace.
-// Pages do not move, so no call takes a time that grows with the number of blocks.
+// Costs: find, set, erase O(1); 8 bytes a block id and 5 to 10 a block, 8 more in a namespace. No
+// call takes a time that grows with the number of blocks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <unordered_map>
-#include <vector>
 
 #include "base/arena.hpp"
 #include "base/hash.hpp"
 #include "base/keyed.hpp"
+#include "base/numbers.hpp"
 #include "index/tree.hpp"
 
 namespace kvd {
@@ -49,16 +49,9 @@ class Sequences {
   }
 
   // Key of a block, 0 unknown.
-  uint64_t key_of(BlockId block) const {
-    const size_t page = block / kPage;
-    return page < pages_.size() && pages_[page] != nullptr ? pages_[page][block % kPage] : 0;
-  }
+  uint64_t key_of(BlockId block) const { return keys_[block]; }
 
-  uint64_t space_of(BlockId block) const {
-    if (spaces_.empty()) return 0;
-    const auto it = spaces_.find(block);
-    return it == spaces_.end() ? 0 : it->second;
-  }
+  uint64_t space_of(BlockId block) const { return spaces_[block]; }
 
   // Sequence hash of a block, 0 unknown.
   uint64_t sequence_of(BlockId block) const {
@@ -68,7 +61,7 @@ class Sequences {
 
   BlockId find(uint64_t key) const {
     const uint32_t at =
-        slots_.find(hash_(key), [&](uint32_t block) { return key_at(block) == key; });
+        slots_.find(hash_(key), [&](uint32_t block) { return keys_.at(block) == key; });
     return at == ProbeTable::kEmpty ? kNone : slots_.at(at);
   }
 
@@ -109,53 +102,32 @@ class Sequences {
     const uint64_t known = key_of(block);
     if (known == 0) return;
     slots_.erase(slots_.index_of(hash_(known), block), *this);
-    key_at(block) = 0;
-    if (!spaces_.empty()) spaces_.erase(block);
+    keys_.erase(block);
+    spaces_.erase(block);
     slots_.shrink(*this);
-    if (slots_.size() == 0) {
-      pages_.clear();
-      used_pages_ = 0;
-    }
   }
 
   bool is_spread() const { return slots_.is_spread(*this); }
-  uint64_t hash_of(uint32_t block) const { return hash_(key_at(block)); }
+  uint64_t hash_of(uint32_t block) const { return hash_(keys_.at(block)); }
   uint32_t size() const { return slots_.size(); }
 
-  size_t bytes() const {
-    constexpr size_t kSpaceBytes = 48;  // a hash node
-    return used_pages_ * kPage * sizeof(uint64_t) + pages_.capacity() * sizeof(Page) +
-           slots_.bytes() + spaces_.size() * kSpaceBytes;
-  }
+  size_t bytes() const { return keys_.bytes() + spaces_.bytes() + slots_.bytes(); }
 
  private:
-  static constexpr uint32_t kPage = 256;
-  using Page = std::unique_ptr<uint64_t[]>;
-
-  uint64_t& key_at(BlockId block) { return pages_[block / kPage][block % kPage]; }
-  uint64_t key_at(BlockId block) const { return pages_[block / kPage][block % kPage]; }
-
   void set(BlockId block, uint64_t space, uint64_t sequence) {
     const uint64_t wanted = key(space, sequence);
     if (key_of(block) == wanted || wanted == 0) return;
     erase(block);
     if (find(wanted) != kNone) return;  // another path of mixed namespaces has the same text
-    if (block / kPage >= pages_.size()) pages_.resize(block / kPage + 1);
-    if (Page& page = pages_[block / kPage]; page == nullptr) {
-      page = std::make_unique<uint64_t[]>(kPage);
-      ++used_pages_;
-    }
-    key_at(block) = wanted;
-    if (space != 0) spaces_[block] = space;
+    keys_.set(block, wanted);
+    if (space != 0) spaces_.set(block, space);
     slots_.insert(hash_(wanted), block, *this);
   }
 
   uint64_t seed_;
-  std::vector<Page> pages_;  // null where no key of a page is known
-  size_t used_pages_ = 0;
+  Numbers keys_, spaces_;
   ProbeTable slots_;
   KeyedHash hash_;
-  std::unordered_map<BlockId, uint64_t> spaces_;
 };
 
 }  // namespace kvd

@@ -187,7 +187,7 @@ inline void Index::name_blocks(RankId id, const Store& s) {
   gained_.assign(s.n, 0);
   uint32_t gained = 0;
   for (uint32_t i = 0; i < s.n; ++i) {
-    if (s.term != 0) terms_[ids_[i]] = s.term;
+    if (s.term != 0) terms_.set(ids_[i], s.term);
     const uint32_t slot = rank.names.find(s.names[i], keys());
     if (slot == Names::kAbsent) {
       insert_name(id, s.names[i], ids_[i], 1u << s.layer);

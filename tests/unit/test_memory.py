@@ -16,6 +16,7 @@ from kvd.platform.memory import (
     Heaps,
     glibc,
 )
+from kvd_core.conductor.conductor import Conductor
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Stream
 from tests.support.applying import apply_whole
 
@@ -26,6 +27,14 @@ RUN = 1000  # blocks
 def resident() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def used() -> int:
+    """Returns the bytes in use of the C library's heap."""
+    libc = glibc()
+    assert libc is not None
+    found = libc.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
 
 
 def trims(heaps: Heaps) -> float:
@@ -75,15 +84,28 @@ def test_an_index_that_is_emptied_gives_its_memory_back() -> None:
     assert resident() - empty < (full - empty) / 2  # short lists of hashes are in the heap
 
 
+@pytest.mark.parametrize("keeps_sequences", [False, True])
+def test_no_store_of_salted_blocks_takes_memory_for_those_before_it(keeps_sequences: bool) -> None:
+    """A hash table of their salts would now and then take an array for all of them, and fill it."""
+    index = PrefixIndex(1, IngestStats())
+    conductor = Conductor(index)
+    if keeps_sequences:
+        conductor.match_hashes([0])
+    stream = index.add_worker(1).stream(0)
+    most = 0
+    for first in range(0, 200 * RUN, RUN):
+        names = list(range(first, first + RUN))
+        stored = {"type": "BlockStored", "block_hashes": names, "token_ids": names}
+        batch = msgpack.packb([0, [{**stored, "block_size": 1, "cache_salt": "s"}]])
+        before = used()
+        apply_whole(stream, batch)
+        most = max(most, used() - before)
+    assert index.stats()["exceptions"] == 200 * RUN
+    assert most < 256 * RUN
+
+
 @pytest.mark.parametrize("blocks", [16, 512, 8192])
 def test_a_batch_leaves_no_memory_with_its_stream(blocks: int) -> None:
-    libc = glibc()
-    assert libc is not None
-
-    def used() -> int:
-        found = libc.mallinfo2()
-        return int(found.uordblks + found.hblkhd)
-
     stored = ["BlockStored", list(range(blocks)), None, list(range(16 * blocks)), 16]
     batch = msgpack.packb([0, [stored, ["AllBlocksCleared"]]])
     index = PrefixIndex(16, IngestStats())

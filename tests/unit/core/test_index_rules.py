@@ -185,3 +185,27 @@ def test_salts_of_parked_blocks() -> None:
     assert scores(index, [1, 2, 3, 4], "s") == {"1": {"0": 16}}
     assert scores(index, [1, 2, 3]) == {"1": {"0": 0}}
     index.verify()
+
+
+def test_salts_take_memory_only_while_blocks_have_them() -> None:
+    salted, plain = (PrefixIndex(BLOCK, IngestStats()) for _ in range(2))
+    streams = [salted.add_worker(1).stream(0), plain.add_worker(1).stream(0)]
+    blocks = 1000
+
+    def extra() -> int:
+        return salted.stats()["bytes"] - plain.stats()["bytes"]
+
+    names = list(range(1, blocks + 1))
+    event = {**stored(1, 0), "block_hashes": names, "token_ids": list(range(blocks * BLOCK))}
+    for stream, salt in zip(streams, ("s", None), strict=True):
+        stream.apply(batch({**event, "cache_salt": salt}))
+    assert salted.stats()["exceptions"] == blocks
+    full = extra()
+    assert full < 9 * blocks
+    for left in (500, 0):
+        for stream in streams:
+            stream.apply(batch({"type": "BlockRemoved", "block_hashes": names[left:]}))
+        del names[left:]
+        assert salted.stats()["exceptions"] == left
+        assert extra() <= full * left // blocks + 2048
+    assert extra() < 100
