@@ -106,7 +106,8 @@ inline void Conductor::remove(Source* source, RankId id, uint64_t hash, LayerMas
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((mask >> layer & 1) == 0 || layer == kGhostLayer) continue;
     if (mask != 1u << layer && !has(index_.ranks_[id], name, layer)) continue;
-    if (!by_engine && rank.has_copies()) index_.ranks_[id].rare->copies.erase({name, layer});
+    if (!by_engine && rank.has_copies())
+      index_.ranks_[id].rare->copies.set(name, layer, 0, index_.counts_);
     index_.remove(id, name, layer);
   }
 }

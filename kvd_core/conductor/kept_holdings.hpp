@@ -213,7 +213,8 @@ class KeptHoldings {
     const auto& shared = rank.rare->shared;
     bool several = false;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer)
-      several = several || ((layers >> layer & 1) != 0 && shared.count({block, layer}) != 0);
+      several =
+          several || ((layers >> layer & 1) != 0 && shared.get(block, layer, index_.counts()) != 0);
     const uint64_t sequence = conductor_.sequences().sequence_of(block);
     if (!several || sequence == 0) return;
     Parked kept{};

@@ -34,8 +34,8 @@
 // Invariants (beyond those of index/tree.hpp and index/names.hpp)
 // for live ranks
 //   1. rank r is among the holders of block b on layer l exactly when some name of r means b and
-//      has l; `rare->shared[b, l]` counts the further such names;
-//   2. `rare->copies[name, l]` counts the further copies of a name that has l;
+//      has l; `rare->shared` of b and l counts the further such names;
+//   2. `rare->copies` of name and l counts the further copies of a name that has l;
 //   3. a name whose only layer is the ghost layer is in its rank's `ghosts` ring;
 //   4. every parked block waits: its name is unknown, and so is its parent or its content;
 // for all ranks
@@ -103,6 +103,7 @@ class Index {
   const Seeds& seeds() const { return seeds_; }
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: changes are not noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
+  const CountArena& counts() const { return counts_; }
   NameKeys keys() const { return {tree_, records_, hash_}; }
 
   // Keeps predictions from now on (see index/predicted.hpp), unless it already does.
@@ -319,29 +320,26 @@ class Index {
 
   size_t parked_count() const { return parked_; }
   size_t record_count() const { return records_.live(); }
-  size_t exception_count() const {
-    size_t total = terms_.size();
-    for (const Rank& r : ranks_) total += r.rare == nullptr ? 0 : r.rare->exceptions();
-    return total;
-  }
+  size_t exception_count() const { return terms_.size() + counts_.live(); }
 
   size_t bytes() const {
-    size_t total = tree_.bytes() + records_.bytes() + ranks_.capacity() * sizeof(Rank);
+    size_t total = tree_.bytes() + records_.bytes() + counts_.bytes() + terms_.bytes();
+    total += ranks_.capacity() * sizeof(Rank);
     for (const Rank& r : ranks_) {
       total += r.names.bytes() + r.ghosts() * sizeof(uint64_t) + r.parked() * kParkedBytes;
-      if (r.rare != nullptr) total += kRareStateBytes + r.rare->exceptions() * kExceptionBytes;
+      if (r.rare == nullptr) continue;
+      total += kRareStateBytes + r.rare->copies.bytes() + r.rare->shared.bytes();
     }
     if (predicted_ != nullptr) total += predicted_->bytes();
     if (sequences_ != nullptr) total += sequences_->bytes();
-    return total + terms_.bytes();
+    return total;
   }
 
  private:
   friend class Verifier;
   friend class Conductor;
 
-  static constexpr size_t kParkedBytes = 200;    // two hash nodes and a queue entry
-  static constexpr size_t kExceptionBytes = 48;  // one hash node
+  static constexpr size_t kParkedBytes = 200;  // two hash nodes and a queue entry
   static constexpr size_t kRareStateBytes = sizeof(RareState) + 576;  // an empty deque's memory
 
   // What a step of a sweep covers: slots passed, blocks freed, or members of a set copied; and the
@@ -432,7 +430,7 @@ class Index {
   static void wait_no_more(RareState& rare, Parked& p);
   void bound_parked();
   bool is_parked(const ParkedQueue::Entry& entry) const;
-  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it);
+  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, KeyedHash>::iterator it);
   bool unpark(RankId id, uint64_t name, LayerId layer);
   void drop_parked(RankId id, LayerMask mask);
   bool place_parked(Steps& steps);
@@ -445,7 +443,7 @@ class Index {
   void pass_on(RankId from, RankId to);
   bool lies_within(RankId id, LayerMask mask) const;
   void clear_names(RankId id, LayerMask mask);
-  static void clear_rare_state(RareState& rare, LayerMask mask);
+  void clear_rare_state(RareState& rare, LayerMask mask);
   size_t leave_chain(RankId id, NodeId node, LayerMask mask);
   void sweep_retired(Steps& steps);
   bool sweep_rare_state(RankId id, Steps& steps);
@@ -458,6 +456,7 @@ class Index {
   uint32_t max_blocks_;
   Tree tree_;
   Arena<Record> records_;
+  CountArena counts_;
   KeyedHash hash_;  // of names
   std::shared_ptr<Budget> budget_;
   std::shared_ptr<Chronicle> chronicle_;

@@ -113,8 +113,8 @@ inline bool Index::is_parked(const ParkedQueue::Entry& entry) const {
   return it != rank.rare->parked.end() && it->second.stamp == entry.stamp;
 }
 
-inline void Index::forget_parked(
-    RankId id, std::unordered_map<uint64_t, Parked, RareState::Hash>::iterator it) {
+inline void Index::forget_parked(RankId id,
+                                 std::unordered_map<uint64_t, Parked, KeyedHash>::iterator it) {
   RareState& rare = *ranks_[id].rare;
   if (it->second.has_content && !ranks_[id].published) wait_no_more(rare, it->second);
   --parked_;

@@ -54,19 +54,14 @@ inline void Index::remove(RankId id, uint64_t name, LayerId layer) {
 
 inline void Index::remove(RankId id, uint64_t name, LayerId layer, uint32_t left) {
   if (left == 0) {
-    if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
+    if (ranks_[id].has_copies()) ranks_[id].rare->copies.set(name, layer, 0, counts_);
     return remove(id, name, layer);
   }
   const uint32_t slot = ranks_[id].names.find(name, keys());
   if (slot == Names::kAbsent || (keys().layers(ranks_[id].names.value(slot)) >> layer & 1) == 0) {
     return;  // the name stays parked, or unknown
   }
-  auto& copies = ranks_[id].rare_state().copies;
-  if (left == 1) {
-    copies.erase({name, layer});
-  } else {
-    copies[{name, layer}] = left - 1;
-  }
+  ranks_[id].rare_state().copies.set(name, layer, left - 1, counts_);
   ++stats_.removed_copies;
 }
 
@@ -79,7 +74,7 @@ inline void Index::forget_name(RankId id, uint32_t slot) {
   erase_name(id, slot);
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((layers >> layer & 1) == 0) continue;
-    if (ranks_[id].has_copies()) ranks_[id].rare->copies.erase({name, layer});
+    if (ranks_[id].has_copies()) ranks_[id].rare->copies.set(name, layer, 0, counts_);
     lose(id, block, layer);
   }
   trim(tree_.block(block).node);
@@ -92,13 +87,7 @@ inline void Index::forget_name(RankId id, uint32_t slot) {
 //                                                                           {2,7} to 3
 inline void Index::lose(RankId id, BlockId block, LayerId layer) {
   Rank& rank = ranks_[id];
-  if (rank.has_shared()) {
-    const auto it = rank.rare->shared.find({block, layer});
-    if (it != rank.rare->shared.end()) {
-      if (--it->second == 0) rank.rare->shared.erase(it);
-      return;
-    }
-  }
+  if (rank.has_shared() && rank.rare->shared.take(block, layer, counts_)) return;
   const Block b = tree_.block(block);
   if (predicted_ != nullptr && layer == kDeviceLayer) {
     predicted_->evict(id, tree_.node(b.node).chain.local()[b.offset]);
@@ -117,12 +106,7 @@ inline void Index::lose(RankId id, BlockId block, LayerId layer) {
 }
 
 inline bool Index::take_copy(RankId id, uint64_t name, LayerId layer) {
-  if (!ranks_[id].has_copies()) return false;
-  auto& copies = ranks_[id].rare->copies;
-  const auto it = copies.find({name, layer});
-  if (it == copies.end()) return false;
-  if (--it->second == 0) copies.erase(it);
-  return true;
+  return ranks_[id].has_copies() && ranks_[id].rare->copies.take(name, layer, counts_);
 }
 
 // Frees what nobody holds any more at the end of a path (`Tree::trim` has the pictures), with all

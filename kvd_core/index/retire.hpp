@@ -21,7 +21,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -123,11 +122,8 @@ inline void Index::clear_names(RankId id, LayerMask mask) {
 }
 
 inline void Index::clear_rare_state(RareState& rare, LayerMask mask) {
-  for (auto* counts : {&rare.copies, &rare.shared}) {
-    for (auto it = counts->begin(); it != counts->end();) {
-      it = (mask >> it->first.layer & 1) != 0 ? counts->erase(it) : std::next(it);
-    }
-  }
+  rare.copies.clear(mask, counts_);
+  rare.shared.clear(mask, counts_);
   rare.ghosts.clear();
 }
 
@@ -155,7 +151,8 @@ inline bool Index::sweep(uint32_t budget) {
   if (!resolve_waiting(steps)) return true;
   sweep_retired(steps);
   make_sequences(steps);
-  while (steps.left() && (tree_.shrink() || records_.shrink())) steps.take(kStepsASegment);
+  while (steps.left() && (tree_.shrink() || records_.shrink() || counts_.shrink()))
+    steps.take(kStepsASegment);
   return !steps.left();
 }
 
@@ -172,7 +169,7 @@ inline void Index::sweep_retired(Steps& steps) {
 inline bool Index::sweep_rare_state(RankId id, Steps& steps) {
   if (ranks_[id].rare == nullptr) return true;
   RareState& rare = *ranks_[id].rare;
-  return empty_out(rare.copies, steps) && empty_out(rare.shared, steps) &&
+  return rare.copies.sweep(counts_, steps) && rare.shared.sweep(counts_, steps) &&
          empty_out(rare.parked, steps) && empty_out(rare.waiting, steps);
 }
 

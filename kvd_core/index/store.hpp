@@ -242,7 +242,7 @@ inline void Index::hold_gained(RankId id, const Store& s) {
 
 inline void Index::hold(RankId id, NodeId node, LayerId layer, uint32_t from, uint32_t to) {
   const uint32_t gained = tree_.hold(node, layer, from, to, id, [&](uint32_t offset) {
-    ++ranks_[id].rare_state().shared[{tree_.node(node).chain.block()[offset], layer}];
+    ranks_[id].rare_state().shared.add(tree_.node(node).chain.block()[offset], layer, counts_);
   });
   ranks_[id].held[counter(layer)] += gained;
   if (layer < kTierLayers) held_[layer] += gained;
@@ -282,7 +282,7 @@ inline void Index::gain_name(RankId id, uint32_t slot, LayerId layer) {
 }
 
 inline void Index::add_copy(RankId id, uint64_t name, LayerId layer) {
-  ++ranks_[id].rare_state().copies[{name, layer}];
+  ranks_[id].rare_state().copies.add(name, layer, counts_);
   ++stats_.copies;
 }
 

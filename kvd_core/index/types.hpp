@@ -31,6 +31,7 @@
 #include "events/types.hpp"
 #include "base/hash.hpp"
 #include "base/keyed.hpp"
+#include "index/counts.hpp"
 #include "index/names.hpp"
 #include "index/ranksets.hpp"
 #include "base/steps.hpp"
@@ -190,23 +191,11 @@ class ParkedQueue {
 
 // State that few ranks have, or that is small where they have it.
 struct RareState {
-  struct Key {  // a layer, with a name or a block
-    uint64_t id;
-    LayerId layer;
-    bool operator==(const Key& o) const { return id == o.id && layer == o.layer; }
-  };
-  struct Hash : KeyedHash {
-    using KeyedHash::operator();
-    size_t operator()(const Key& k) const noexcept { return (*this)(k.id, k.layer); }
-  };
-
-  std::unordered_map<Key, uint32_t, Hash> copies;       // name and layer -> further copies
-  std::unordered_map<Key, uint32_t, Hash> shared;       // block and layer -> further names
-  std::unordered_map<uint64_t, Parked, Hash> parked;    // by name
-  std::unordered_map<uint64_t, Parked*, Hash> waiting;  // parent -> newest block that waits for it
-  std::deque<uint64_t> ghosts;                          // names, oldest first
-
-  size_t exceptions() const { return copies.size() + shared.size(); }
+  Counts copies;                                             // name and layer -> further copies
+  Counts shared;                                             // block and layer -> further names
+  std::unordered_map<uint64_t, Parked, KeyedHash> parked;    // by name
+  std::unordered_map<uint64_t, Parked*, KeyedHash> waiting;  // parent -> newest that waits for it
+  std::deque<uint64_t> ghosts;                               // names, oldest first
 };
 
 // What a rank's stream has shown, besides its blocks. The members that a match reads of every rank

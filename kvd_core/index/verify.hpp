@@ -146,6 +146,7 @@ class Verifier {
       }
     }
     require(records_ == index_.record_count(), "names 1: every record is some rank's");
+    check_counts();
     const Budget& budget = index_.budget();  // others may share it
     require(budget.names >= named_by_live_, "index 7: names of live ranks count in the budget");
     require(budget.blocks >= tree_.block_count(), "index 7: blocks count in the budget");
@@ -221,8 +222,8 @@ class Verifier {
       ++shared[id];
       require(index_.rank(id).has_shared(), "index 1: further names are counted");
       const auto& counts = index_.rank(id).rare->shared;
-      const auto it = counts.find({block, layer});
-      require(it != counts.end() && it->second == names - 1, "index 1: further names are counted");
+      require(counts.get(block, layer, index_.counts_) == names - 1,
+              "index 1: further names are counted");
     }
     for (RankId id = 0; id < index_.rank_end(); ++id) {
       const Rank& rank = index_.rank(id);
@@ -253,14 +254,31 @@ class Verifier {
 
   void check_copies(const Rank& rank) {
     if (rank.rare == nullptr) return;
-    require(is_spread(rank.rare->copies) && is_spread(rank.rare->shared),
-            "index 2: copied names are spread over the buckets");
-    for (const auto& [key, copies] : rank.rare->copies) {
-      const uint32_t slot = rank.names.find(key.id, index_.keys());
-      require(slot != Names::kAbsent && copies != 0 &&
-                  (index_.keys().layers(rank.names.value(slot)) >> key.layer & 1) != 0,
+    const CountArena& arena = index_.counts_;
+    require(rank.rare->copies.is_spread(arena) && rank.rare->shared.is_spread(arena),
+            "index 2: copied names are near their homes");
+    rank.rare->copies.each(arena, [&](const Count& copies) {
+      const uint32_t slot = rank.names.find(copies.id, index_.keys());
+      require(slot != Names::kAbsent && copies.count != 0 &&
+                  (index_.keys().layers(rank.names.value(slot)) >> copies.layer & 1) != 0,
               "index 2: a copied name is held");
+    });
+  }
+
+  void check_counts() {
+    std::set<const Count*> counts;
+    size_t met = 0;
+    for (RankId id = 0; id < index_.rank_end(); ++id) {
+      if (index_.rank(id).rare == nullptr) continue;
+      for (const Counts* table : {&index_.rank(id).rare->copies, &index_.rank(id).rare->shared}) {
+        table->each(index_.counts_, [&](const Count& count) {
+          counts.insert(&count);
+          ++met;
+        });
+      }
     }
+    require(met == counts.size() && met == index_.counts_.live(),
+            "counts 2: the arena has the entries of the tables");
   }
 
   void check_parked() {

@@ -22,6 +22,7 @@ from tests.support.applying import apply_whole
 
 PIECE = 1000  # bytes
 RUN = 1000  # blocks
+FAR = 1 << 32
 
 
 def resident() -> int:
@@ -99,6 +100,25 @@ def test_no_store_of_salted_blocks_takes_memory_for_those_before_it(keeps_sequen
         batch = msgpack.packb([0, [{**stored, "block_size": 1, "cache_salt": "s"}]])
         before = used()
         apply_whole(stream, batch)
+        most = max(most, used() - before)
+    assert index.stats()["exceptions"] == 200 * RUN
+    assert most < 256 * RUN
+
+
+@pytest.mark.parametrize("renames", [False, True])
+def test_no_second_copy_or_name_takes_memory_for_those_before_it(renames: bool) -> None:
+    index = PrefixIndex(1, IngestStats())
+    worker = index.add_worker(1)
+    most = 0
+    for first in range(0, 200 * RUN, RUN):
+        blocks = range(first, first + RUN)
+        worker.store(0, blocks, blocks)
+        before = used()
+        if renames:
+            worker.store(0, range(FAR + first, FAR + first + RUN), blocks)
+        else:  # one of them is new, so the others are second copies
+            longer = [*blocks, FAR + first]
+            worker.store(0, longer, longer)
         most = max(most, used() - before)
     assert index.stats()["exceptions"] == 200 * RUN
     assert most < 256 * RUN
