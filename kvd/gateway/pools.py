@@ -27,7 +27,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from random import SystemRandom
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ from kvd.gateway.answers import fault
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.exchanges import Exchange, Exchanges
 from kvd.gateway.probing import EngineKind
-from kvd.gateway.requests import BETWEEN_TEXTS, FLEET_MEMBERS, MAX_PROMPTS, ClientRequest
+from kvd.gateway.requests import FLEET_MEMBERS, MAX_PROMPTS, ClientRequest, count_texts
 from kvd.gateway.upstream import Upstream
 from kvd.http.relayed import RelayedRequest
 from kvd.selection.worker_record import Role
@@ -248,7 +247,7 @@ def _prompts(asked: ClientRequest) -> int | None:
     """
     prompt = asked.spans.get("prompt", b"")
     if asked.has_texts:
-        count = 1 + sum(1 for _ in islice(BETWEEN_TEXTS.finditer(prompt), MAX_PROMPTS))
+        count = count_texts(prompt)
     elif prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"["):
         count = prompt.count(b"[") - 1
     else:

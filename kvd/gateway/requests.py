@@ -121,7 +121,6 @@ MAX_NESTED_BYTES = 256 * 1024
 # More of any kind are refused where two engines need a room to meet for each.
 MAX_PROMPTS = 4096
 MAX_TEXTS_BYTES = 1024 * 1024  # bytes of several text prompts, to find the longest one
-BETWEEN_TEXTS = re.compile(rb'"\s*,\s*"')  # of an array of texts, whose own quotes are escaped
 
 SCANNER = BodyScanner({}, FIELDS, SPANS, MAX_NESTED_BYTES)
 
@@ -174,7 +173,7 @@ class ClientRequest(NamedTuple):
         if not self.wants_one or not prompt.startswith(b"["):
             return self.wants_one
         if self.has_texts:
-            return BETWEEN_TEXTS.search(prompt) is None
+            return count_texts(prompt) == 1
         return prompt.count(b"[") <= 2
 
     @property
@@ -213,6 +212,12 @@ class ClientRequest(NamedTuple):
         if prompt.startswith(b"["):
             return longest_text(prompt)
         return prompt if prompt.startswith(b'"') else None
+
+
+def count_texts(prompts: bytes) -> int:
+    """Returns how many texts a valid JSON array of them has, faster than by parsing it."""
+    unescaped = prompts.replace(rb"\\", b"").replace(rb"\"", b"")
+    return unescaped.count(b'"') // 2
 
 
 def longest_ids(prompts: bytes) -> bytes | None:

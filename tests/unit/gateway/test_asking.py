@@ -163,6 +163,7 @@ def test_of_several_prompts_the_longest_counts(
     [
         ('"prompt":"a, \\"b\\", \\"c"', True),
         ('"prompt":["a, \\"b\\", \\"c\\", d"],"n":null', True),
+        ('"prompt":["a \\"b\\","]', True),
         ('"prompt":[ "a" , "b"]', False),
         ('"prompt":[1, 2],"n":1', True),
         ('"prompt":[1, 2],"n":2', False),

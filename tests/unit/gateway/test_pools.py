@@ -187,7 +187,16 @@ def test_a_room_says_its_rank() -> None:
     assert len(rooms) == 60
 
 
-@pytest.mark.parametrize("prompt", [b'["a" , "b\\",\\"c"]', b"[ [1],[2]]"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b'["a" , "b\\",\\"c"]',
+        b'["a", "b\\","]',
+        b'["a\\\\\\"", "b\\\\"]',
+        b'[",", ""]',
+        b"[ [1],[2]]",
+    ],
+)
 def test_each_of_several_prompts_has_a_room(prompt: bytes) -> None:
     sent = met(
         b'{"prompt":' + prompt + b"}", EngineRank(upstream(EngineKind.SGLANG, Role.PREFILL), 0)
