@@ -112,12 +112,12 @@ class EndedRequests:
     def records(self) -> Iterator[tuple[int, bytes]]:
         """Yields kinds and contents of records that say for each request that it has ended.
 
-        It is booked and ended once more, in a ledger that no process has.
+        It is booked and ended once more, in a ledger that no process has: of blocks of 0 tokens.
         """
         for (key, request_id), booked_at in list(self._booked_at.items()):
             name = request_id.encode()
             booking = NO_LEDGER, 0, 0, 0, 0, booked_at, 0, 0, 0, 1.0, 0, len(name), 0
-            yield LEDGER, packed([NO_LEDGER, Face.SLOT_TRACKER.value, *key, 1])
+            yield LEDGER, packed([NO_LEDGER, Face.SLOT_TRACKER.value, *key, 0])
             yield BOOKED, BOOKING.pack(*booking) + name
             yield ENDED, STEP.pack(NO_LEDGER, len(name)) + name
 
