@@ -83,14 +83,13 @@ class Answering:
         if answer.events:
             lines += UNBUFFERED
             exchange.fill(errors.FILLERS[attempt.asked.api.errors])
-        # The length that an engine announces lacks the fillers and error events added here.
-        announced = None if answer.events else engine_head.length
-        length = len(answer.held) if answer.whole else announced
+        # A stream has no length here: fillers and error events are added, and its end is kept back
+        # if it is not whole.
+        length = len(answer.held) if answer.whole else engine_head.length
+        length = None if answer.events else length
         facts = chosen.upstream.facts
         is_known = facts is not None and facts.kind is not EngineKind.OPENAI
         marked = answer.events and is_known and attempt.asked.api in MARKED
-        if marked and b"[DONE]" not in answer.held:
-            length = None  # the end of a whole answer could not be kept from the client
         head, chunked, persists = request.answer_head(engine_head.status, lines, length)
         exchange.forward(head, chunked=chunked, marked=marked)
         self._choices.note_prefilled(chosen.reservation_id)
@@ -158,8 +157,8 @@ class Answering:
     async def pass_refusal(self, request: RelayedRequest, attempt: Attempt, answer: Answer) -> bool:
         """Passes on the answer of the last engine that refused.
 
-        An error in the first event of a stream becomes an answer with the status of that error, so
-        that clients know that they may retry.
+        An error in what is held back of a stream becomes an answer with the status of that error,
+        so that clients know that they may retry.
         """
         engine_head, body = read_head(answer.head), answer.held
         if is_stream(answer) and (error := first_error(body)) is not None:
