@@ -1,5 +1,5 @@
-// What few of a rank's names or blocks have: a count on a layer. The entries of all ranks are in one
-// arena of the index.
+// What few of a rank's names or blocks have: a count on a layer. The entries of all ranks are in
+// one arena of the index.
 //
 //   rank 7   copies   slots [ . 3 . 0 ]          name, layer -> entry
 //            shared   slots [ 2 . . . ]          block, layer -> entry
