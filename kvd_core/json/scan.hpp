@@ -75,6 +75,8 @@ class BodyScan {
   void adopt(BodyScan& other);
   void disown() { adopted_ = false; }
 
+  ScanResult result() const { return result_; }  // of the last scan
+
   // Empties the columns and values.
   void forget();
 

@@ -45,6 +45,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
         cbool advance(size_t bytes) except +                     # ... until it returns true
         void adopt(BodyScan& other)                    # scans of the same body return its result
         void disown()                                  # from now on not any more
+        ScanResult result()                            # of the last scan
         void forget()                                  # empties columns and values
         const string& message()                        # why the last scan was not ok
         size_t held_bytes()                            # memory kept for the next scan

@@ -54,9 +54,9 @@ cdef class BodyScanner:
                 raise ValueError(f"{name}: {element!r} is none of {', '.join(ELEMENTS)}")
         self.declare(self.core)
 
-    def scan(self, bytes body not None):
+    def scan(self, bytes body):
         """Returns the known members of a body: fields as Python values, arrays as their lengths,
-        spans as bytes of JSON.
+        spans as bytes of JSON. None is the body that a compiled caller has just scanned.
 
         Other members are checked and skipped; absent ones are not in the dict. In a field, nested
         objects with a repeated key keep its last value.
@@ -68,7 +68,7 @@ cdef class BodyScanner:
         several problems, the first in reading order is reported; fields that are too long or
         unconvertible come last of all.
         """
-        cdef ScanResult result = self.core.scan(
+        cdef ScanResult result = self.core.result() if body is None else self.core.scan(
             <const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body)
         )
         if result == ScanResult.malformed:

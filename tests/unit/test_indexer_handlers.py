@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -21,6 +22,7 @@ from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey, RankKey
+from kvd_core.json.scan import AHEAD_BYTES
 from tests.support.idle_listeners import IdleListeners
 
 BLOCK_SIZE = 4
@@ -113,6 +115,19 @@ def test_a_body_may_be_scanned_in_steps(route: Route, body: bytes, some_bytes: i
         assert outcome(route, body, some_bytes) == outcome(route, body, 0)
 
     trio.run(ask)
+
+
+@pytest.mark.parametrize("some_bytes", [0, AHEAD_BYTES])
+def test_a_long_body_that_is_refused_is_neither_copied_nor_scanned_again(some_bytes: int) -> None:
+    body = body_of(token_ids=list(range(400_000)))[:-1]
+    outcome(ROUTES["/query"], body, some_bytes)  # what is imported or made at first use is there
+    tracemalloc.start()
+    try:
+        assert outcome(ROUTES["/query"], body, some_bytes)[0] == BadJson.status
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < len(body)
 
 
 def test_steps_of_a_scan_are_short() -> None:

@@ -33,8 +33,8 @@ OK = b'{"status":"ok"}'  # the answer to a change, where nothing else is to be s
 Members = dict[str, Any]
 
 
-def scan(scanner: BodyScanner, body: bytes) -> Members:
-    """Returns the members of a body that the scanner knows."""
+def scan(scanner: BodyScanner, body: bytes | None) -> Members:
+    """Returns the members of a body that the scanner knows; None is the one scanned last."""
     try:
         return scanner.scan(body)
     except ValueError as error:

@@ -30,7 +30,7 @@ cdef class BodyReader(BodyScanner):
 
     cdef int read(self, const char* body, size_t size) except -1:
         if not self.scans(body, size):
-            bodies.scan(self, body[:size])
+            bodies.scan(self, None)  # raises; to scan a long body again takes some milliseconds
         return 0
 
     cdef int require_array(self, int array) except -1:

@@ -56,7 +56,7 @@ cdef class QuestionReader(BodyReader):
 
     cdef int read(self, const char* body, size_t size) except -1:
         if not self.scans(body, size):
-            reading.scan(self, body[:size])
+            reading.scan(self, None)
         return 0
 
     cdef dict known(self):

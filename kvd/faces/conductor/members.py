@@ -39,7 +39,7 @@ class Topic(NamedTuple):
     instance: str  # "": all
 
 
-def scan(scanner: BodyScanner, body: bytes) -> Members:
+def scan(scanner: BodyScanner, body: bytes | None) -> Members:
     try:
         return scanner.scan(body)
     except ValueError as error:
