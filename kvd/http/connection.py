@@ -312,11 +312,22 @@ class Connection(Transport):
             request = self._relayed(head, body)
             del body  # the request alone holds it, and frees it early
             return await self._relay(found.route, request)
-        ahead = await scanned_ahead(found.route, body)
+        ahead = await self._scanned_ahead(found.route, body)
         if found.route.waits:
             return await self._serve_waiting(head, found, body, ahead)
         served = self._listener.serve(self.shared, head, found, body, self.checks_host, ahead=ahead)
         return await self._send_served(served)
+
+    async def _scanned_ahead(self, route: Route, body: bytes) -> ScanAhead | None:
+        """Scans a long body in steps, between which others run, if the handler can use that."""
+        handler = route.handler
+        if len(body) <= AHEAD_BYTES or not isinstance(handler, HotHandler):
+            return None
+        self.enter(ConnectionPhase.WORKING)  # no connection whose request is still to come
+        ahead = handler.ahead(body)
+        while ahead is not None and not ahead.advance():
+            await trio.lowlevel.checkpoint()
+        return ahead
 
     async def _send_served(self, served: Served) -> bool:
         """Sends an answer; returns whether the connection persists."""
@@ -483,17 +494,6 @@ class Connection(Transport):
         lines = self.shared.date_line + CLOSE_LINE
         await self.send(whole_response(response, response.body, lines, silent=refusal.silent))
         await self.linger()
-
-
-async def scanned_ahead(route: Route, body: bytes) -> ScanAhead | None:
-    """Scans a long body in steps, between which other tasks run, if the handler can use that."""
-    handler = route.handler
-    if len(body) <= AHEAD_BYTES or not isinstance(handler, HotHandler):
-        return None
-    ahead = handler.ahead(body)
-    while ahead is not None and not ahead.advance():
-        await trio.lowlevel.checkpoint()
-    return ahead
 
 
 def listener_context(

@@ -13,14 +13,19 @@ import trio
 from kvd.faces.indexer.handlers import QueryHandler
 from kvd.faces.selection.routes import selection_routes
 from kvd.faces.slot_tracker.routes import routes as slot_routes
+from kvd.http.hot import HotHandler
+from kvd.http.limits import LONG_BODY_LIMIT
+from kvd.http.messages import Request, Response
 from kvd.http.routes import Route, Scope
+from kvd.http.transport import ConnectionPhase
 from kvd.index.registry import Registry
 from kvd.model import DEFAULT_TENANT, PartitionKey
 from kvd.selection.options import RouterOptions
 from kvd.slots.trackers import SlotTrackers
+from kvd_core.json.scan import AHEAD_BYTES, ScanAhead
 from kvd_core.selector.settings import Settings
 from tests.support.selecting import Service, worker
-from tests.support.serving import Client, Reply, Unwilling, eventually, serving
+from tests.support.serving import Client, Reply, Running, Unwilling, eventually, serving
 
 FORMS = ["whole", "in pieces", "chunked", "with a query"]
 ADD = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 0, "sequence_hashes": [1]}
@@ -169,3 +174,34 @@ async def test_a_selection_whose_client_has_sent_more_and_left_gives_up_its_plac
                 await trio.lowlevel.checkpoint()
         await eventually(lambda: service.selections.scheduler.held == 0)
         assert not len(service.candidates().queue)
+
+
+class Scanned(HotHandler):
+    """Notes the phases of all connections at each of the two steps in which it scans a body."""
+
+    def __init__(self) -> None:
+        self.waits = True
+        self.running: Running | None = None
+        self.phases: list[ConnectionPhase] = []
+
+    def ahead(self, body: bytes) -> ScanAhead:
+        return cast(ScanAhead, self)
+
+    def advance(self) -> bool:
+        assert self.running is not None
+        self.phases += [each.phase for each in self.running.front._running]
+        return len(self.phases) == 2
+
+    async def __call__(self, request: Request) -> Response:
+        return Response(200, b"{}")
+
+
+async def test_a_connection_whose_long_body_is_scanned_is_at_work(layers: str) -> None:
+    """It is not ended for others, as one is whose request is still to come."""
+    handler = Scanned()
+    route = Route("POST", "/scanned", handler, True, LONG_BODY_LIMIT, scope=Scope.READ)
+    async with serving(routes=(route,)) as running, running.client() as client:
+        handler.running = running
+        reply = await client.request("POST", "/scanned?x=1", b" " * (AHEAD_BYTES + 1))
+        assert reply.status == 200
+    assert handler.phases == [ConnectionPhase.WORKING] * 2
