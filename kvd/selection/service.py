@@ -159,10 +159,12 @@ class Selections:
 
         Returns None if they have so many ranks that it should be rendered in pieces.
         """
-        found = self.named(model_name, tenant_id)
-        if sum(each.ledger.rows_bytes() for each in found) > WHOLE_ROWS_BYTES:
+        found, room = self.named(model_name, tenant_id), 0
+        for candidates in found:
+            room += candidates.ledger.rows_bytes()
+        if room > WHOLE_ROWS_BYTES:
             return None
-        return b"[%b]" % b",".join(candidates.render_loads() for candidates in found)
+        return b"[%b]" % b",".join([candidates.render_loads() for candidates in found])
 
     def named(self, model_name: str | None, tenant_id: str | None) -> list[Candidates]:
         """Returns the candidates of models and tenants, sorted by these; None is any name."""
