@@ -191,7 +191,7 @@ class Connection(Transport):
         self.enter(ConnectionPhase.IDLE)
         fill = self._fill_parked if self.stream.parks else self._fill
         try:
-            while await fill() and await self._serve_next():
+            while await fill() and await self._serve_next() and await self._goes_on():
                 self.enter(ConnectionPhase.IDLE)
                 await trio.lowlevel.checkpoint()
             if self._owed or self._unread():  # its client did not expect this end
@@ -228,9 +228,11 @@ class Connection(Transport):
                     del outcome  # its traceback has this frame: a cycle with the request
             assert outcome is not None
             self.buffer, self._rest = outcome.received, outcome.rest
+            persists = outcome.persists
             if outcome.unsent:
                 await self._deliver(outcome.unsent, outcome.undo)
-            if not outcome.persists:
+                persists = persists and await self._goes_on()
+            if not persists:
                 return False
             self.enter(ConnectionPhase.IDLE)  # also once the rest of an answer is sent
         return True
@@ -355,8 +357,9 @@ class Connection(Transport):
     async def _relay(self, route: Route, request: RelayedRequest) -> bool:
         """Lets another part write the answer; returns whether the connection persists."""
         persists = await self._relay_one(route, request)
-        # The head of that answer, sent before the stop, announced no end.
-        return persists and (not self.shared.stopping or await self._is_asked_again())
+        if persists and self.shared.stopping:
+            await in_task()
+        return persists
 
     async def _relay_one(self, route: Route, request: RelayedRequest) -> bool:
         assert route.relays is not None
@@ -370,9 +373,13 @@ class Connection(Transport):
             seconds, status, size = perf_counter() - started, request.status, request.sent_bytes
             self._listener.note(request.method, route.path, status, seconds, size, request.headers)
 
-    async def _is_asked_again(self) -> bool:
-        """Waits for a last request, as the client has not been told of the stop."""
-        await in_task()
+    async def _goes_on(self) -> bool:
+        """Returns whether a further request is to be served, after an answer that announced no end.
+
+        If its head was made before a stop, the client has not been told, and may send a last one.
+        """
+        if not self.shared.stopping:
+            return True
         if not self._unread():
             with trio.move_on_after(LAST_REQUEST_S):
                 await trio.lowlevel.wait_readable(self.fd)

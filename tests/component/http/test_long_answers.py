@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from kvd.http.messages import Request, Response
 from kvd.http.routes import Route
-from kvd.http.transport import SEND_BYTES
-from tests.support.serving import BIG, SOON, Running, serving
+from kvd.http.transport import SEND_BYTES, ConnectionPhase
+from tests.support.serving import BIG, ROUTES, SOON, TEST_SECONDS, Running, eventually, serving
 
 PIECE = b"x" * 10_000
 
@@ -98,3 +99,33 @@ async def test_a_stop_ends_answers(layers: str) -> None:
         await endless.begun.wait()
         running.stop.set()
         await leaves_nothing(running, endless)
+
+
+async def long(request: Request) -> Response:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for at in range(0, len(BIG), len(PIECE)):
+            yield BIG[at : at + len(PIECE)]
+
+    return Response(200, pieces(), b"text/plain")
+
+
+LONG = (Route("GET", "/long", long, hot=True), Route("GET", "/app/long", long), *ROUTES)
+
+
+@pytest.mark.parametrize("path", ["/big", "/long", "/app/big", "/app/long"])
+async def test_an_answer_begun_before_a_stop_ends_its_connection(
+    path: str, layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("connection", "server"):
+        monkeypatch.setattr(f"kvd.http.{module}.LAST_REQUEST_S", 0)
+    async with (
+        serving(routes=LONG, graceful_s=TEST_SECONDS) as running,
+        running.narrow_client() as client,
+    ):
+        await client.send(f"GET {path} HTTP/1.1\r\nhost: kvd\r\n\r\n".encode())
+        (connection,) = running.front._running
+        await eventually(lambda: connection.phase is ConnectionPhase.SENDING)
+        running.stop.set()
+        await wait_all_tasks_blocked()  # what was idle at the stop has been closed
+        assert (await client.read_reply()).body == BIG
+        await running.until_empty()
