@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -40,6 +42,24 @@ def _machine_cpu() -> float:
 def _own_cpu() -> float:
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
+
+
+def fixed_work(seconds: float) -> list[float]:
+    """Hashes 1 MiB again and again beside a busy process; returns the CPU ms of each, sorted.
+
+    The work is always the same, so differences are the machine's. Where a hypervisor runs others in
+    between, a guest sees that time as CPU time of its own.
+    """
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            piece, found, end = bytes(1 << 20), [], time.monotonic() + seconds
+            while time.monotonic() < end:
+                before = time.thread_time_ns()
+                hashlib.blake2b(piece).digest()
+                found.append((time.thread_time_ns() - before) / 1e6)
+        finally:
+            busy.kill()
+    return sorted(found)
 
 
 def cpu_s(pid: int) -> float:
