@@ -294,9 +294,7 @@ async def test_an_end_stands_though_the_server_lost_a_later_booking(
 ) -> None:
     """The fleet does not have all that had been shared; all until shortly before it does."""
     scene.server = Unsteady(1000)
-    first, second = scene.make("first", "second")
-    for each in first, second:
-        scene.run(each)
+    first, second = scene.start("first", "second")
     await trio.sleep(LEASE_S)
     second.book("r0", 0, [1])
     await trio.sleep(LEASE_S)
@@ -506,9 +504,7 @@ async def test_what_the_server_lost_before_anyone_read_it_has_not_ended(
 ) -> None:
     """The process that had sent it restores it, and the views of others do not have it."""
     scene.server = Unsteady(1000)
-    first, second = scene.make("first", "second")
-    for each in first, second:
-        scene.run(each)
+    first, second = scene.start("first", "second")
     await trio.sleep(LEASE_S)
     scene.server.loses = True
     shared = second.shared.last
