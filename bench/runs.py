@@ -33,7 +33,7 @@ class Plan:
     live: int  # requests of the slot-memory suite
 
 
-FULL = Plan(rounds=5, seconds=1.5, warm=0.4, pairs=1_000_000, samples=200, live=20_000)
+FULL = Plan(rounds=5, seconds=1.5, warm=0.4, pairs=1_000_000, samples=1000, live=20_000)
 QUICK = Plan(rounds=1, seconds=0.25, warm=0.1, pairs=100_000, samples=30, live=2_000)
 
 
