@@ -3,7 +3,7 @@
     python bench/curves.py [CURVE ...] [--most N] --json FILE
     python bench/curves.py --from FILE --pictures FOLDER        # needs matplotlib
 
-Each point is measured in a process of its own. CPU microseconds are the lowest of some rounds, seen
+Each point is measured in processes of its own. CPU microseconds are the lowest of some rounds, seen
 from Python; memory is the growth of RSS, per block, or in total for requests. Questions have 128
 blocks (2,048 tokens), as hashes that have been scanned already; each is about another prompt.
 Engines send messages of one event of 8 blocks: stores go through new prompts of 128 blocks, one
@@ -47,6 +47,7 @@ BLOCK_SIZE = 16
 CHAIN = 256  # blocks of a cached prompt
 ASKED = 128  # blocks of a question
 EVENT = 8  # blocks of an event
+PASSES = 3  # over all points, as another guest of the machine may slow one down for seconds
 RANKS = 8  # on curves over something else
 BLOCKS = 1_000_000  # on curves over something else
 PROMPTS = 8_192  # asked about one after the other: too many for the processor's caches
@@ -294,12 +295,14 @@ def main() -> None:
 def measured(curves: Sequence[str], most: int | None) -> dict[str, object]:
     keep_freed_memory()  # as the daemon does
     load = OtherLoad()
-    points: dict[str, list[Figures]] = {}
-    for curve in curves:
+    points: dict[str, dict[int, Figures]] = {}
+    for curve in list(curves) * PASSES:
         measure, all_points = CURVES[curve]
+        lowest = points.setdefault(curve, {})
         for at in (at for at in all_points if most is None or at <= most):
             figures = apart(measure, at)
-            points.setdefault(curve, []).append({"at": at, **figures})
+            before = lowest.get(at, figures)
+            lowest[at] = {name: min(value, before[name]) for name, value in figures.items()}
             line = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
             print(f"{curve} {at:,}: {line}", flush=True)
     return {
@@ -307,7 +310,10 @@ def measured(curves: Sequence[str], most: int | None) -> dict[str, object]:
         "machine": describe(),
         "date": time.strftime("%Y-%m-%d"),
         "other_cores": round(load.cores(), 2),
-        "curves": points,
+        "curves": {
+            curve: [{"at": at, **figures} for at, figures in lowest.items()]
+            for curve, lowest in points.items()
+        },
     }
 
 
