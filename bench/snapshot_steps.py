@@ -29,7 +29,7 @@ from kvd.index.publishers import Publishers
 from kvd.index.registry import Registry
 from kvd.index.restore import bring_in, planned_of
 from kvd.model import PartitionKey, RankKey
-from kvd.net.link import LinkOptions
+from kvd.net.link import LinkOptions, LinkResources
 from kvd.net.listeners import ListenerTasks
 from kvd.net.zsocket import make_context
 from kvd.persistence import snapshot
@@ -96,7 +96,7 @@ def timed(title: str) -> Iterator[None]:
 async def measure(title: str, state: State, folder: Path) -> None:
     async with trio.open_nursery() as nursery:
         context = make_context()
-        tasks = ListenerTasks(nursery, context, trio.Event(), LinkOptions())
+        tasks = ListenerTasks(nursery, LinkResources(context), trio.Event(), LinkOptions())
         listened = Registry(state, tasks), Publishers(state, tasks)
         directory = StateDirectory(folder)
         with timed(f"written, {title}"):

@@ -53,6 +53,7 @@ from kvd.fleet_file.targets import UpstreamTarget
 from kvd.gateway.siblings import ProcessIdentity
 from kvd.gateway.upstreams import CALLS
 from kvd.http.idle_poll import busy_wait_families
+from kvd.net.link import LinkResources
 from kvd.net.listeners import ListenerTasks
 from kvd.net.recovery import confirm_restored
 from kvd.net.zsocket import make_context
@@ -192,13 +193,11 @@ class _Daemon:
         self._recovered = trio.Event()  # also set if recovery was given up, or had no peer
         self._listeners = ListenerTasks(
             listening,
-            opened.context,
+            LinkResources(opened.context, ports.dialer, ports.space),
             self._gate,
             config.engine_link,
             config.replays,
-            dialer=ports.dialer,
             begin=self._serving,
-            space=ports.space,
         )
         accounts = assembly.accounts_of(config, opened.store)
         self._parts = assembly.components(start, opened, self._listeners, listening, accounts)

@@ -9,14 +9,18 @@ A reader uses both kinds of link in the same way.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from kvd.net.dialing import Dialer
+from kvd.net.turns import Turns
+from kvd_core.zmq.drain import Inbox, InboxSpace
+
 if TYPE_CHECKING:
     from kvd.net.streamlog import StreamLog
-    from kvd_core.zmq.drain import Inbox
+    from kvd.net.zsocket import Context
 
 
 class Linked(Protocol):
@@ -63,6 +67,16 @@ class LinkOptions:
     queue_messages: int = 1_000_000  # of one block each, this many take five seconds to apply
     queue_bytes: int = 256 * 1024 * 1024  # for these messages at 270 bytes each
     max_message_bytes: int = 16 * 1024 * 1024  # 150,000 blocks; 64 MiB held up the loop for 3 s
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResources:
+    """What the links of all listeners share, or those of all replicas."""
+
+    context: Context
+    dialer: Dialer = field(default_factory=Dialer)
+    space: InboxSpace = field(default_factory=InboxSpace)  # for messages that are not yet applied
+    turns: Turns = field(default_factory=Turns)
 
 
 def report_lost(linked: Linked, log: StreamLog, why: str) -> None:

@@ -21,22 +21,19 @@ from typing import TYPE_CHECKING, NoReturn
 import trio
 
 from kvd.net.backlog import Backlog
-from kvd.net.dialing import Dialer
 from kvd.net.sessions import LinkSessions
 from kvd.net.streamlog import StreamLog
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.stretches import EVENTS
 from kvd.wire.cursor import Verdict
 from kvd.wire.replay import ReplayEnd
-from kvd_core.zmq.drain import InboxSpace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvd.net.link import Link, LinkOptions
+    from kvd.net.link import Link, LinkOptions, LinkResources
     from kvd.net.replay import Replayer
     from kvd.net.turns import Turns
-    from kvd.net.zsocket import Context
     from kvd.wire.event_stream import EventStream
 
 log = get_logger(__name__)
@@ -47,27 +44,24 @@ ASK_AGAIN_S = 1.0
 
 async def run_listener(
     listener: EventStream,
-    context: Context,
+    resources: LinkResources,
     ready: trio.Event,
     options: LinkOptions,
     replayer: Replayer,
-    turns: Turns,
-    dialer: Dialer | None = None,
-    space: InboxSpace | None = None,
 ) -> None:
     """Keeps `listener` connected and applies its messages, until cancelled.
 
     Connects at once, and applies messages once `ready` is set; until then they wait in the
-    backlog, within the bounds of the options and of the `space`.
+    backlog, within the bounds of the options and of the space for all.
     A failed connection shows in the listener's status. So does an exception of its stream: it is
     a bug, but raising it would end the daemon, and after every restart the replay of the same
     batch would end it again.
     """
     lines = StreamLog(log, "listener", listener.name)
-    backlog = Backlog(listener, space or InboxSpace(), options)
-    reader = _Reader(listener, backlog, ready, replayer, turns, lines)
+    backlog = Backlog(listener, resources.space, options)
+    reader = _Reader(listener, backlog, ready, replayer, resources.turns, lines)
     try:
-        await LinkSessions(listener, reader, context, options, lines, dialer or Dialer()).run()
+        await LinkSessions(listener, reader, resources, options, lines).run()
     finally:
         backlog.end()
 

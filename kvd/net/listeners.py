@@ -1,4 +1,4 @@
-"""Runs the listeners of registered ranks as supervised tasks over one ZMQ context."""
+"""Runs the listeners of registered ranks as supervised tasks."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.net.dialing import Dialer
 from kvd.net.listener import run_listener
 from kvd.net.probing import Prober
 from kvd.net.replay import Replayer, ReplayOptions
 from kvd.net.supervisor import Supervisor
-from kvd.net.turns import Turns
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.stretches import EVENTS
 from kvd.wire.event_stream import StreamHealth
-from kvd_core.zmq.drain import InboxSpace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from kvd.net.link import LinkOptions
-    from kvd.net.zsocket import Context
+    from kvd.net.link import LinkOptions, LinkResources
     from kvd.wire.event_stream import EventStream
 
 # Pause between two checks of the health of streams; shorter changes are not logged.
@@ -46,31 +42,23 @@ class ListenerTasks:
     def __init__(
         self,
         nursery: trio.Nursery,
-        context: Context,
+        resources: LinkResources,
         ready: trio.Event,
         options: LinkOptions,
         replays: ReplayOptions | None = None,
         health_every_s: float = HEALTH_EVERY_S,
-        dialer: Dialer | None = None,
         begin: trio.Event | None = None,
-        space: InboxSpace | None = None,
-        turns: Turns | None = None,
     ) -> None:
         self._begin = begin
         self._waiting: dict[Hashable, EventStream] = {}  # for the start of their tasks, in order
         self._starter = trio.lowlevel.ParkingLot()  # where the task that starts them rests
         self._tasks: Supervisor[Hashable] = Supervisor(nursery)
-        self._context = context
+        self._resources = resources
         self._ready = ready
         self._options = options
-        self._dialer = dialer or Dialer()
-        self._space = space or InboxSpace()
-        self._turns = turns or Turns()
-        self._replayer = Replayer(
-            context, options, replays or ReplayOptions(), self._dialer, self._turns
-        )
+        self._replayer = Replayer(resources, options, replays or ReplayOptions())
         self._health: dict[EventStream, StreamHealth] = {}  # as last logged
-        self._prober = Prober(nursery, self._dialer, options.connect_timeout_s)
+        self._prober = Prober(nursery, resources.dialer, options.connect_timeout_s)
         nursery.start_soon(self._start_waiting)
         nursery.start_soon(self._watch_health, health_every_s)
 
@@ -130,14 +118,7 @@ class ListenerTasks:
     async def _run(self, listener: EventStream) -> None:
         try:
             listening = run_listener(
-                listener,
-                self._context,
-                self._ready,
-                self._options,
-                self._replayer,
-                self._turns,
-                self._dialer,
-                self._space,
+                listener, self._resources, self._ready, self._options, self._replayer
             )
             await EVENTS.steps_of(listening)
         finally:

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
-from kvd.net.dialing import Dialer, Unreachable
-from kvd.net.link import LinkOptions
-from kvd.net.turns import Turns
+from kvd.net.dialing import Unreachable
+from kvd.net.link import LinkOptions, LinkResources
 from kvd.net.zmq_link import asking_options
 from kvd.net.zsocket import ZSocket
 from kvd.wire.replay import ReplayEnd, read_answer, request
 
 if TYPE_CHECKING:
-    from kvd.net.zsocket import Context
+    from kvd.net.turns import Turns
     from kvd.wire.event_stream import EventStream
 
 
@@ -42,20 +41,13 @@ class ReplayOptions:
 class Replayer:
     """Runs the replays of all listeners, a bounded number at a time."""
 
-    def __init__(
-        self,
-        context: Context,
-        link: LinkOptions,
-        options: ReplayOptions,
-        dialer: Dialer | None = None,
-        turns: Turns | None = None,
-    ) -> None:
-        """An answer is read in pieces, each for as long as a round of the `turns` takes."""
-        self._context = context
-        self._dialer = dialer or Dialer()
+    def __init__(self, resources: LinkResources, link: LinkOptions, options: ReplayOptions) -> None:
+        """An answer is read in pieces, each for as long as a round of the turns takes."""
+        self._context = resources.context
+        self._dialer = resources.dialer
         self._link = link
         self.options = options
-        self._turns = turns or Turns()
+        self._turns = resources.turns
         self._limiter = trio.CapacityLimiter(options.at_once)
 
     def set_options(self, options: ReplayOptions) -> None:

@@ -24,24 +24,23 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvd.net.dialing import Dialer
 from kvd.net.link import LinkOptions
 from kvd.net.sessions import LinkSessions
 from kvd.net.streamlog import StreamLog
 from kvd.net.supervisor import Supervisor
-from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES, Turns
+from kvd.net.turns import MAX_TAKEN_IN, MAX_TURN_MESSAGES
 from kvd.telemetry.logs import get_logger
 from kvd.wire import affinity
 from kvd.wire.affinity import Bound
 from kvd.wire.fields import Refused
 from kvd.wire.lifecycle import BOUNDS, TOPIC, Lifecycle, Outcome, decode, encode
 from kvd.wire.replica import Replica, ReplicaStats
-from kvd_core.zmq.drain import Inbox, InboxSpace
+from kvd_core.zmq.drain import Inbox
 
 if TYPE_CHECKING:
-    from kvd.net.link import Link
+    from kvd.net.link import Link, LinkResources
     from kvd.net.publisher import PubSocket
-    from kvd.net.zsocket import Context
+    from kvd.net.turns import Turns
 
 # Most frames of a replica's message. A message with more may have millions, so it is not read on;
 # its link is replaced.
@@ -68,7 +67,7 @@ class Replication:
     def __init__(
         self,
         nursery: trio.Nursery,
-        context: Context,
+        resources: LinkResources,
         publisher: PubSocket,
         apply: Apply,
         stats: ReplicaStats,
@@ -76,19 +75,14 @@ class Replication:
         options: LinkOptions = REPLICA_LINK,
         absent_every_s: float = ABSENT_EVERY_S,
         bind: Bind | None = None,
-        dialer: Dialer | None = None,
-        space: InboxSpace | None = None,
     ) -> None:
-        self._dialer = dialer or Dialer()
-        self._space = space or InboxSpace()
         self.router_id = router_id
         self.stats = stats
-        self._context = context
+        self._resources = resources
         self._publisher = publisher
         self._apply = apply
         self._bind = bind
         self._options = options
-        self._turns = Turns()
         self._tasks: Supervisor[Replica] = Supervisor(nursery)
         nursery.start_soon(publisher.run)
         nursery.start_soon(self._log_absent, absent_every_s)
@@ -113,12 +107,11 @@ class Replication:
     def start(self, replica: Replica) -> None:
         """Starts to listen to a replica, reachable or not; KeyError if that was started before."""
         lines = StreamLog(log, "replica", replica.endpoint)
-        inbox = Inbox(self._space, self._options.queue_messages, self._options.queue_bytes)
-        reader = _Reader(self, replica, inbox, self._apply, self._bind, self._turns, lines)
+        shared = self._resources
+        inbox = Inbox(shared.space, self._options.queue_messages, self._options.queue_bytes)
+        reader = _Reader(self, replica, inbox, self._apply, self._bind, shared.turns, lines)
         topics = (TOPIC,) if self._bind is None else (TOPIC, affinity.TOPIC)
-        sessions = LinkSessions(
-            replica, reader, self._context, self._options, lines, self._dialer, topics
-        )
+        sessions = LinkSessions(replica, reader, shared, self._options, lines, topics)
         self._tasks.start(replica, sessions.run)
 
     async def stop(self, replica: Replica) -> None:

@@ -25,10 +25,8 @@ from kvd.net.zmq_link import ZmqLink
 from kvd.net.zmtp_link import ZmtpLink
 
 if TYPE_CHECKING:
-    from kvd.net.dialing import Dialer
-    from kvd.net.link import Link, Linked, LinkOptions
+    from kvd.net.link import Link, Linked, LinkOptions, LinkResources
     from kvd.net.streamlog import StreamLog
-    from kvd.net.zsocket import Context
 
 
 class LinkReader(Protocol):
@@ -59,17 +57,16 @@ class LinkSessions:
         self,
         linked: Linked,
         reader: LinkReader,
-        context: Context,
+        resources: LinkResources,
         options: LinkOptions,
         log: StreamLog,
-        dialer: Dialer,
         topics: tuple[bytes, ...] = (b"",),
     ) -> None:
         self._attempts = 0
-        self._dialer = dialer
+        self._context = resources.context
+        self._dialer = resources.dialer
         self._linked = linked
         self._reader = reader
-        self._context = context
         self._options = options
         self._log = log
         self._topics = topics

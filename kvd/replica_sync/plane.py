@@ -22,6 +22,7 @@ from kvd.http.listeners import split_host_port
 from kvd.model import PartitionKey
 from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
+from kvd.net.link import LinkResources
 from kvd.net.publisher import PubSocket, open_publisher
 from kvd.net.replication import Replication
 from kvd.net.zmq_link import NO_CURVE
@@ -112,15 +113,13 @@ class ReplicaSync:
         affinity = selections.affinity
         links = Replication(
             nursery,
-            context,
+            LinkResources(context, self._dialer, self._space),
             self._publisher,
             _apply(slots, selections.reservations, deduplicator),
             self._stats,
             selections.writer_id,
             self._config.replica_link,
             bind=None if affinity is None else affinity.apply,
-            dialer=self._dialer,
-            space=self._space,
         )
         slots.steps.subscribe(links.publish)
         selections.reservations.steps.subscribe(links.publish)

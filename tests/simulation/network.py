@@ -26,6 +26,7 @@ import trio
 import zmq
 
 from kvd.net.dialing import Dialer
+from kvd.net.link import LinkResources
 from kvd.net.turns import Turns
 from kvd.net.zmq_link import MONITOR_EVENT
 from kvd_core.zmq.drain import Inbox
@@ -371,6 +372,10 @@ class Wire:
         self.asked_frozen: dict[str, bool] = {}
         self._cut_replays = cut_replays
         self._plain: dict[str, PlainConnection] = {}
+
+    def resources(self) -> LinkResources:
+        context: Any = self
+        return LinkResources(context, SimulatedDialer(self), turns=virtual_turns())
 
     def connect(self, endpoint: str, sub: SubSocket) -> Connection:
         way = self.network.way(self.replica, endpoint)

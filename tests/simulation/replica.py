@@ -40,7 +40,6 @@ from tests.simulation.engine import BLOCK, Engine
 from tests.simulation.network import (
     Network,
     SimulatedArrivals,
-    SimulatedDialer,
     SimulatedSubscriber,
     SimulatedZSocket,
     Wire,
@@ -48,7 +47,6 @@ from tests.simulation.network import (
     fill_frames,
     is_plain,
     stream_socket,
-    virtual_turns,
 )
 
 # Of each stream: the process and number of its last batch, and its restarts.
@@ -232,14 +230,8 @@ class Replica:
         """Runs as the daemon does, from its start to its end."""
         with self._scope:
             async with trio.open_nursery() as listening:
-                context: Any = self.wire
                 self.tasks = ListenerTasks(
-                    listening,
-                    context,
-                    self.ready,
-                    LinkOptions(),
-                    turns=virtual_turns(),
-                    dialer=SimulatedDialer(self.wire),
+                    listening, self.wire.resources(), self.ready, LinkOptions()
                 )
                 self.registry = Registry(self.state, self.tasks)
                 self.publishers = Publishers(self.state, self.tasks)

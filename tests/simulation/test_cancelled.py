@@ -27,7 +27,7 @@ from kvd.wire.stream_link import ListenerStatus
 from kvd_core.base.hashing import local_hashes
 from tests.simulation.engine import BLOCK, tokens_of
 from tests.simulation.fleet import Fleet, check_replica
-from tests.simulation.network import SimulatedDialer, Wire, is_plain, virtual_turns
+from tests.simulation.network import Wire, is_plain
 from tests.simulation.oracle import Oracle
 from tests.simulation.replica import Replica
 from tests.support.cancelling import every_checkpoint
@@ -191,11 +191,9 @@ async def test_a_listener(key: RankKey, autojump_clock: Clock) -> None:
             wire = Wire(fleet.network, "replica", cut_replays=False)
             ready = trio.Event()
             ready.set()
-            turns, dialer = virtual_turns(), SimulatedDialer(wire)
-            replayer = Replayer(wire, LinkOptions(), ReplayOptions(), turns=turns)
-            run = partial(
-                run_listener, listener, wire, ready, LinkOptions(), replayer, turns, dialer
-            )
+            resources = wire.resources()
+            replayer = Replayer(resources, LinkOptions(), ReplayOptions())
+            run = partial(run_listener, listener, resources, ready, LinkOptions(), replayer)
             await cancelling.run(partial(live, fleet, run))
             assert (wire.connections, wire.monitors) == ([], {})
             assert not fleet.ports[key].connections

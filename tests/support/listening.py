@@ -8,10 +8,9 @@ from collections.abc import Callable
 import trio
 import zmq
 
-from kvd.net.link import LinkOptions
+from kvd.net.link import LinkOptions, LinkResources
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer, ReplayOptions
-from kvd.net.turns import Turns
 from kvd.wire.event_stream import EventStream
 from tests.support.batch_sinks import NoStream
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S
@@ -65,9 +64,10 @@ class Listening:
     async def run(
         self, context: zmq.Context, options: LinkOptions, replayer: Replayer | None = None
     ) -> None:
-        replayer = replayer or Replayer(context, options, PATIENT_REPLAYS)
+        resources = LinkResources(context)
+        replayer = replayer or Replayer(resources, options, PATIENT_REPLAYS)
         with self.scope:
-            await run_listener(self.listener, context, self.ready, options, replayer, Turns())
+            await run_listener(self.listener, resources, self.ready, options, replayer)
         self.ended.set()
 
     async def stop(self) -> None:

@@ -11,7 +11,7 @@ import trio
 import zmq
 
 from kvd.model import PartitionKey
-from kvd.net.link import LinkOptions
+from kvd.net.link import LinkOptions, LinkResources
 from kvd.net.publisher import open_publisher
 from kvd.net.replication import ABSENT_EVERY_S, Apply, Replication
 from kvd.replica_sync.replicas import Replicas
@@ -114,8 +114,9 @@ async def start(
     ledger = Ledger()
     apply = apply or ledger.apply
     stats = ReplicaStats()
+    resources = LinkResources(context)
     plane = Replication(
-        nursery, context, publisher, apply, stats, new_router_id(), options, absent_every_s
+        nursery, resources, publisher, apply, stats, new_router_id(), options, absent_every_s
     )
     return Process(ledger, plane, publisher.endpoints[0])
 

@@ -26,7 +26,7 @@ from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
-from kvd.net.link import LinkOptions
+from kvd.net.link import LinkOptions, LinkResources
 from kvd.net.listeners import ListenerTasks
 from kvd.net.zsocket import make_context
 from kvd.wire.dump import BINARY_DUMP
@@ -137,7 +137,7 @@ def engine(context: zmq.Context) -> Iterator[str]:
 @pytest.fixture
 async def daemon(context: zmq.Context, engine: str, nursery: trio.Nursery) -> Daemon:
     state = State()
-    tasks = ListenerTasks(nursery, context, trio.Event(), LinkOptions())
+    tasks = ListenerTasks(nursery, LinkResources(context), trio.Event(), LinkOptions())
     made = Daemon(state, tasks, Registry(state, tasks), engine)
     for key in KEYS:
         made.register(key)

@@ -12,11 +12,11 @@ import trio
 import zmq
 
 import kvd
+from kvd.net.link import LinkResources
 from kvd.net.listener import run_listener
 from kvd.net.publisher import open_publisher
 from kvd.net.replay import Replayer
 from kvd.net.replication import REPLICA_LINK
-from kvd.net.turns import Turns
 from kvd.net.zmq_link import asking_options, socket_options
 from kvd.net.zsocket import ZSocket
 from kvd_core.zmq.drain import InboxSpace
@@ -47,18 +47,13 @@ class Engine:
 
     async def listen(self, replay: bool = True, options=HASTY) -> Listening:  # type: ignore[no-untyped-def]
         listening = Listening(self.worker.endpoint, self.server.endpoint if replay else None)
-        replayer = Replayer(self._context, options, HASTY_REPLAYS)
+        resources = LinkResources(self._context, space=self.space)
+        replayer = Replayer(resources, options, HASTY_REPLAYS)
 
         async def run() -> None:
             with listening.scope:
                 await run_listener(
-                    listening.listener,
-                    self._context,
-                    listening.ready,
-                    options,
-                    replayer,
-                    Turns(),
-                    space=self.space,
+                    listening.listener, resources, listening.ready, options, replayer
                 )
             listening.ended.set()
 

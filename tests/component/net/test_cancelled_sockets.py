@@ -15,10 +15,10 @@ import zmq
 import kvd.net.recovery
 from kvd.net.arrivals import arrivals
 from kvd.net.dialing import Dialer
+from kvd.net.link import LinkResources
 from kvd.net.listener import run_listener
 from kvd.net.recovery import RecoveryLimits, RecoveryStats, recover
 from kvd.net.replay import Replayer
-from kvd.net.turns import Turns
 from kvd.wire.dump import BINARY_DUMP, JSON_DUMP
 from tests.support.cancelling import every_checkpoint
 from tests.support.descriptors import descriptors_now, open_descriptors
@@ -34,7 +34,7 @@ async def test_a_listener_whose_gap_is_replayed(
 ) -> None:
     server = ReplayServer(context, three_frames, buffer=range(9))
     nursery.start_soon(server.run)
-    replayer = Replayer(context, HASTY, HASTY_REPLAYS)
+    replayer = Replayer(LinkResources(context), HASTY, HASTY_REPLAYS)
     arrivals()  # opens a descriptor that stays
     before = open_descriptors()
     for cancelling in every_checkpoint(at_least=8):
@@ -102,7 +102,8 @@ async def test_a_listener_whose_engine_has_a_name(
     names = Names()
     trio.socket.set_custom_hostname_resolver(names)
     dialer = Dialer(lookup_s=0.1, lookup_every_s=0.01)
-    replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
+    resources = LinkResources(context, dialer)
+    replayer = Replayer(resources, HASTY, HASTY_REPLAYS)
     first = Listening("ipc://" + "x" * 200)  # fails, but opens the context's own descriptors
     first.ready.set()
     nursery.start_soon(first.run, context, HASTY)
@@ -125,7 +126,7 @@ async def test_a_listener_whose_engine_has_a_name(
                 listening.scope.cancel()
 
             async def run(listening: Listening = listening) -> None:
-                arguments = context, listening.ready, HASTY, replayer, Turns(), dialer
+                arguments = resources, listening.ready, HASTY, replayer
                 try:
                     with listening.scope:
                         await run_listener(listening.listener, *arguments)

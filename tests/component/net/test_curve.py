@@ -13,11 +13,11 @@ import zmq
 from kvd.errors import BadRequest, Conflict
 from kvd.net.curve import KeyPair, ZapAuthenticator
 from kvd.net.dialing import Dialer
+from kvd.net.link import LinkResources
 from kvd.net.listener import run_listener
 from kvd.net.publisher import open_publisher
 from kvd.net.replay import Replayer
 from kvd.net.replication import Replication
-from kvd.net.turns import Turns
 from kvd.replica_sync.replicas import Replicas
 from kvd.wire.curve import check_server_key, parse_keys, parse_secret
 from kvd.wire.replica import ReplicaStats
@@ -61,9 +61,9 @@ def listen(context: zmq.Context, nursery: trio.Nursery) -> Listen:
         listening = Listening(endpoint)
         listening.listener.server_key = server_key
         listening.ready.set()
-        dialer = Dialer(keys=keys)
-        replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
-        arguments = listening.listener, context, listening.ready, HASTY, replayer, Turns(), dialer
+        resources = LinkResources(context, Dialer(keys=keys))
+        replayer = Replayer(resources, HASTY, HASTY_REPLAYS)
+        arguments = listening.listener, resources, listening.ready, HASTY, replayer
         nursery.start_soon(run_listener, *arguments)
         return listening
 
@@ -136,7 +136,7 @@ async def test_replays_have_the_same_key(
         listening = Listening("tcp://127.0.0.1:1", f"tcp://127.0.0.1:{port}")
         listening.listener.server_key = server_key
         listening.listener.take(3, b"x")
-        replayer = Replayer(context, HASTY, HASTY_REPLAYS, Dialer())
+        replayer = Replayer(LinkResources(context), HASTY, HASTY_REPLAYS)
         assert await replayer.fetch(listening.listener) == ended
         assert listening.applied == ([b"0", b"1"] if ended == "marker" else [])
 
@@ -164,16 +164,9 @@ async def start_process(
         nursery.start_soon(authenticator.run)
     publisher = await open_publisher(context, "127.0.0.1", 0, HASTY_REPLICA, curve)
     ledger, stats = Ledger(), ReplicaStats()
-    dialer = Dialer(keys=pair)
+    resources = LinkResources(context, Dialer(keys=pair))
     plane = Replication(
-        nursery,
-        context,
-        publisher,
-        ledger.apply,
-        stats,
-        new_router_id(),
-        HASTY_REPLICA,
-        dialer=dialer,
+        nursery, resources, publisher, ledger.apply, stats, new_router_id(), HASTY_REPLICA
     )
     return (
         Process(ledger, plane, Replicas(plane, stats), publisher.endpoints[0]),

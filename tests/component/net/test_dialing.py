@@ -14,9 +14,9 @@ import zmq
 
 from kvd.net.dialing import Dialer, Ends, Unreachable
 from kvd.net.fetch import FetchError, FetchLimits, fetch
+from kvd.net.link import LinkResources
 from kvd.net.listener import run_listener
 from kvd.net.replay import Replayer
-from kvd.net.turns import Turns
 from kvd.wire.egress import parse_networks
 from tests.support.listening import HASTY, HASTY_REPLAYS, Listening
 from tests.support.loglines import logged
@@ -69,17 +69,10 @@ def listen(context: zmq.Context, nursery: trio.Nursery, dialer: Dialer) -> Liste
     ) -> Listening:
         listening = Listening(endpoint, replay_endpoint)
         listening.ready.set()
-        replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
-
+        resources = LinkResources(context, dialer)
+        replayer = Replayer(resources, HASTY, HASTY_REPLAYS)
         nursery.start_soon(
-            run_listener,
-            listening.listener,
-            context,
-            listening.ready,
-            HASTY,
-            replayer,
-            Turns(),
-            dialer,
+            run_listener, listening.listener, resources, listening.ready, HASTY, replayer
         )
         return listening
 
@@ -302,12 +295,12 @@ async def test_a_link_may_be_given_up_while_its_listener_ends(
     trio.lowlevel.add_instrument(dialer)
     listening = Listening(publish().endpoint)
     listening.ready.set()
-    replayer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
+    resources = LinkResources(context, dialer)
+    replayer = Replayer(resources, HASTY, HASTY_REPLAYS)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(
-            run_listener, listening.listener, context, listening.ready, HASTY, replayer, Turns(),
-            dialer,
-        )  # fmt: skip
+            run_listener, listening.listener, resources, listening.ready, HASTY, replayer
+        )
         await until(lambda: listening.listener.connected)
         dialer.wakings = wakings
         nursery.cancel_scope.cancel()
@@ -339,7 +332,7 @@ async def test_a_link_that_is_given_up_as_it_connects_does_not_stay(
 async def test_replays_go_to_checked_addresses_only(
     resolving: Names, context: zmq.Context, nursery: trio.Nursery, listen: Listen, dialer: Dialer
 ) -> None:
-    dealer = Replayer(context, HASTY, HASTY_REPLAYS, dialer)
+    dealer = Replayer(LinkResources(context, dialer), HASTY, HASTY_REPLAYS)
     listening = Listening("tcp://127.0.0.1:1", "tcp://w:5")
     listening.listener.take(3, b"x")
     resolving.known["w"] = [METADATA]

@@ -16,6 +16,7 @@ from kvd.index.partitions import State
 from kvd.index.publishers import Described, Narrowing, Publishers
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
+from kvd.net.link import LinkResources
 from kvd.net.listeners import ListenerTasks
 from kvd.wire.event_stream import EventStream
 from tests.support.listening import HASTY
@@ -40,7 +41,7 @@ class Daemon:
         ready.set()
         self.state = State()
         self.engine = engine
-        tasks = ListenerTasks(nursery, context, ready, HASTY)
+        tasks = ListenerTasks(nursery, LinkResources(context), ready, HASTY)
         self.publishers = Publishers(self.state, tasks)
         self.registry = Registry(self.state, tasks)
         self.server = ReplayServer(context, three_frames)

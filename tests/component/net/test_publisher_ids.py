@@ -9,6 +9,7 @@ import pytest
 import trio
 import zmq
 
+from kvd.net.link import LinkResources
 from kvd.net.replay import Replayer
 from kvd.wire.applied_batches import UNKNOWN
 from kvd.wire.cursor import Verdict
@@ -279,7 +280,7 @@ async def heard(
     nursery.start_soon(server.run)
     listening = Listening(worker.endpoint, server.endpoint)
     listening.ready.set()
-    replayer = Replayer(context, HASTY, HASTY_REPLAYS)
+    replayer = Replayer(LinkResources(context), HASTY, HASTY_REPLAYS)
     nursery.start_soon(listening.run, context, HASTY, replayer)
     await worker.subscribed()
     return engine, listening

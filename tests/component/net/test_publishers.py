@@ -12,6 +12,7 @@ import zmq
 
 from kvd.index.partitions import State
 from kvd.index.publishers import Described, Narrowing, Publishers
+from kvd.net.link import LinkResources
 from kvd.net.listeners import ListenerTasks
 from kvd.wire.event_stream import EventStream
 from tests.support.listening import HASTY
@@ -28,7 +29,7 @@ class Daemon:
         ready = trio.Event()
         ready.set()
         self.state = State()
-        tasks = ListenerTasks(nursery, context, ready, HASTY, health_every_s=0.01)
+        tasks = ListenerTasks(nursery, LinkResources(context), ready, HASTY, health_every_s=0.01)
         self.publishers = Publishers(self.state, tasks)
         self._endpoint = endpoint
 

@@ -20,6 +20,7 @@ from kvd.index.registry import INDEXER, Registry
 from kvd.model import PartitionKey, RankKey
 from kvd.net.arrivals import arrivals
 from kvd.net.dialing import Dialer
+from kvd.net.link import LinkResources
 from kvd.net.listeners import ListenerTasks
 from kvd.net.replay import ReplayOptions
 from kvd.net.turns import Turns
@@ -60,7 +61,12 @@ class Daemon:
         ready.set()
         self.state = State()
         self.tasks = ListenerTasks(
-            nursery, context, ready, HASTY, ReplayOptions(idle_s=5.0), health_every_s=0.01
+            nursery,
+            LinkResources(context),
+            ready,
+            HASTY,
+            ReplayOptions(idle_s=5.0),
+            health_every_s=0.01,
         )
         self.registry = Registry(self.state, self.tasks)
         self.worker = worker
@@ -108,7 +114,7 @@ async def test_many_connect_one_by_one_once_it_is_time(
 ) -> None:
     """Thousands of ranks in a fleet file neither delay the start nor hold up clients meanwhile."""
     begin, dialer = trio.Event(), Dialer()
-    tasks = ListenerTasks(nursery, context, trio.Event(), HASTY, dialer=dialer, begin=begin)
+    tasks = ListenerTasks(nursery, LinkResources(context, dialer), trio.Event(), HASTY, begin=begin)
     registry = Registry(State(), tasks)
     for number in range(20):
         registry.register(RankKey(PARTITION, number, 0), "tcp://127.0.0.1:1", BLOCK, None)
@@ -173,7 +179,8 @@ async def test_of_many_engines_that_answer_at_once_a_few_are_joined_in_a_pass(
         await trio.sleep_forever()
 
     fake: Fake = await nursery.start(serve_fake, talk)
-    registry = Registry(State(), ListenerTasks(nursery, context, trio.Event(), HASTY))
+    tasks = ListenerTasks(nursery, LinkResources(context), trio.Event(), HASTY)
+    registry = Registry(State(), tasks)
     for number in range(many):
         registry.register(RankKey(PARTITION, number, 0), fake.endpoint, BLOCK, None)
     await until(lambda: len(greeted) == many)

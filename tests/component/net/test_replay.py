@@ -10,6 +10,7 @@ import pytest
 import trio
 import zmq
 
+from kvd.net.link import LinkResources
 from kvd.net.replay import Replayer, ReplayOptions
 from tests.support.descriptors import descriptors_now, open_descriptors
 from tests.support.listening import HASTY, HASTY_REPLAYS, PATIENT_REPLAYS, Listening
@@ -75,7 +76,7 @@ def stream(publish: Publish, context: zmq.Context, nursery: trio.Nursery) -> Cal
     replayers: dict[ReplayOptions, Replayer] = {}
 
     async def start(endpoint: str | None, replays: ReplayOptions = PATIENT_REPLAYS) -> Stream:
-        replayer = replayers.setdefault(replays, Replayer(context, HASTY, replays))
+        replayer = replayers.setdefault(replays, Replayer(LinkResources(context), HASTY, replays))
         worker = publish()
         listening = Listening(worker.endpoint, endpoint)
         listening.ready.set()
@@ -362,7 +363,7 @@ async def test_what_a_full_queue_drops_is_counted_or_replayed(
     server.buffer = {seq: b"%d%s" % (seq, padding) for seq in range(total)}
     listening = Listening(worker.endpoint, server.endpoint if repaired else None)
     options = dataclasses.replace(HASTY, queue_messages=10)
-    replayer = Replayer(context, HASTY, ReplayOptions())
+    replayer = Replayer(LinkResources(context), HASTY, ReplayOptions())
     nursery.start_soon(listening.run, context, options, replayer)
     with closing(worker):
         await worker.subscribed()

@@ -10,6 +10,7 @@ import pytest
 import trio
 import zmq
 
+from kvd.net.link import LinkResources
 from kvd.net.replay import Replayer
 from tests.support.listening import HASTY, HASTY_REPLAYS, PATIENT_REPLAYS, Listening
 from tests.support.replay_servers import (
@@ -161,7 +162,7 @@ async def test_it_comes_back_and_says_nothing(
 async def test_it_restarts_again_while_it_is_asked(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    replayer = Replayer(context, HASTY, PATIENT_REPLAYS)
+    replayer = Replayer(LinkResources(context), HASTY, PATIENT_REPLAYS)
     listening = await hear(engine, context, nursery, 5, replayer=replayer)
     stats = listening.listener.stats
 
@@ -208,7 +209,7 @@ async def test_a_connection_is_lost_and_the_engine_says_nothing(
 async def test_who_does_not_answer_is_asked_again(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    replayer = Replayer(context, HASTY, HASTY_REPLAYS)
+    replayer = Replayer(LinkResources(context), HASTY, HASTY_REPLAYS)
     listening = await hear(engine, context, nursery, 3, replayer=replayer)
     engine.server.answer = silent
     await engine.restart()
@@ -227,7 +228,7 @@ async def ask_in_vain(
 
     Returns when kvd has given the question up; later replays may take long.
     """
-    replayer = Replayer(context, HASTY, SPARING)
+    replayer = Replayer(LinkResources(context), HASTY, SPARING)
     listening = await hear(engine, context, nursery, 5, replayer=replayer)
     engine.server.answer = answer
     await (engine.lose_connections() if is_same else engine.restart())
@@ -275,7 +276,7 @@ async def test_an_engine_that_proves_itself_and_sends_no_end_is_asked_at_the_nex
 async def test_a_restarted_engine_is_not_spared_for_the_silence_of_the_old_one(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:
-    replayer = Replayer(context, HASTY, SPARING)
+    replayer = Replayer(LinkResources(context), HASTY, SPARING)
     listening = await listen(engine, context, nursery, replayer=replayer)
     engine.send(*range(10))
     engine.server.answer = silent
