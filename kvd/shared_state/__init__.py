@@ -17,8 +17,7 @@ members     `Member`: which other processes there are, their addresses, how far 
 catalog     `Catalog`: registrations that calls to any replica have made
 writer      `StreamWriter`: writes our steps to the stream
 reader      `StreamReader`: follows the stream, and reads views after a gap
-known       `KnownState`: all that outlives a session
-known       `KnownState`: all that outlives a session
+known       `KnownState`: all that outlives a session; `SessionPart`: what uses it while connected
 session     the tasks that run while the server is connected
 service     `SharedState`: the part of the daemon that runs sessions, one after the other
 metrics     metrics of sessions, steps and views

@@ -22,7 +22,7 @@ from kvd.shared_state.entries import (
     last_of,
     read_entry,
 )
-from kvd.shared_state.known import KnownState
+from kvd.shared_state.known import KnownState, SessionPart
 from kvd.shared_state.members import Member
 from kvd.shared_state.merge import Merge
 from kvd.shared_state.server import ServerLink
@@ -47,26 +47,12 @@ class Announced(NamedTuple):
     number: int
 
 
-class StreamReader:
+class StreamReader(SessionPart):
     """Follows the other writers while the server is connected."""
 
-    def __init__(
-        self,
-        link: ServerLink,
-        known: KnownState,
-        want_view: Callable[[], None],
-    ) -> None:
+    def __init__(self, link: ServerLink, known: KnownState, want_view: Callable[[], None]) -> None:
         """Calls `want_view` when another process asks for our view."""
-        self._client = link.client
-        self._keys = link.keys
-        self._clock = link.clock
-        self._lease_s = link.lease_s
-        self._mirror = known.mirror
-        self._progress = known.mirror.progress
-        self._outbox = known.outbox
-        self._at_rest = known.at_rest
-        self._fleet = known.fleet
-        self._view_stats = known.views.stats
+        super().__init__(link, known)
         self._want_view = want_view
         self._request_at: dict[str, float] = {}  # by writer: when its view may be requested again
         self._behind_since: dict[str, float] = {}
@@ -232,7 +218,7 @@ class StreamReader:
         if head is None or head.numbers.get(writer, 0) <= progress.numbers.get(writer, -1):
             return False
         merge = Merge(self._mirror, source, head)
-        pieces = read_pieces(self._client, self._keys, source, head, self._view_stats)
+        pieces = read_pieces(self._client, self._keys, source, head, self._views.stats)
         async with aclosing(pieces):
             async for piece in pieces:
                 at = piece.server_clock

@@ -25,7 +25,7 @@ import trio
 from kvd.persistence.bookings import SharedPoint
 from kvd.shared_state import members
 from kvd.shared_state.entries import Position
-from kvd.shared_state.known import KnownState
+from kvd.shared_state.known import KnownState, SessionPart
 from kvd.shared_state.members import Member
 from kvd.shared_state.reader import StreamReader
 from kvd.shared_state.server import ServerLink, WrongKey, check_types
@@ -37,7 +37,7 @@ PRUNE_S = 30.0  # pause between two checks for requests that ended unseen: 2 us 
 TICK = 0.1  # leases between two checks of the fleet, and between two announcements of our own
 
 
-class Session:
+class Session(SessionPart):
     """The work of one connection to the server."""
 
     def __init__(
@@ -54,17 +54,7 @@ class Session:
         `address` is None if its index is not offered; `served` has models and tenants, none of
         which means all. `note_shared` gets each point up to which all steps are on the server.
         """
-        self._client = link.client
-        self._keys = link.keys
-        self._clock = link.clock
-        self._lease_s = link.lease_s
-        self._mirror = known.mirror
-        self._progress = known.mirror.progress
-        self._outbox = known.outbox
-        self._views = known.views
-        self._catalog = known.catalog
-        self._at_rest = known.at_rest
-        self._fleet = known.fleet
+        super().__init__(link, known)
         self._name = name
         self._address = address
         self._served = tuple(served)

@@ -9,14 +9,14 @@ import trio
 from coredis.tokens import PureToken
 
 from kvd.persistence.bookings import SharedPoint
-from kvd.shared_state.known import KnownState
+from kvd.shared_state.known import KnownState, SessionPart
 from kvd.shared_state.server import ServerLink
 
 FLUSH_S = 0.01  # pause between two writes: a command takes 0.2 ms of CPU, however many steps it has
 WRITE_AGAIN = 0.1  # leases before a refused write is tried again
 
 
-class StreamWriter:
+class StreamWriter(SessionPart):
     """Writes the entries of the outbox while the server is connected."""
 
     def __init__(
@@ -27,13 +27,7 @@ class StreamWriter:
         note_shared: Callable[[SharedPoint], None],
     ) -> None:
         """Calls `want_view` when steps were dropped, `note_shared` when all are on the server."""
-        self._client = link.client
-        self._keys = link.keys
-        self._clock = link.clock
-        self._lease_s = link.lease_s
-        self._progress = known.mirror.progress
-        self._outbox = known.outbox
-        self._fleet = known.fleet
+        super().__init__(link, known)
         self._want_view = want_view
         self._note_shared = note_shared
         self._holes = known.outbox.holes  # number of holes for which a view has been requested
