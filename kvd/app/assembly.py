@@ -24,6 +24,7 @@ from kvd.fleet_file.follower import FleetFileFollower, RegistrationTarget
 from kvd.fleet_file.none import FleetFile, NoFleetFile
 from kvd.gateway.siblings import ProcessIdentity
 from kvd.index.capacity import ListenerCapacity
+from kvd.index.listening import ListeningRules
 from kvd.index.partitions import State
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
@@ -119,9 +120,11 @@ def components(
     state = State(
         config.hash_seed, config.index_max_blocks, config.max_partitions, ports.served, chronicle
     )
-    capacity = ListenerCapacity(bounds.listeners)
-    registry = Registry(state, listeners, capacity, ports.outgoing, config.engine_stale_s)
-    publishers = Publishers(state, listeners, capacity, ports.outgoing, config.engine_stale_s)
+    rules = ListeningRules(
+        ListenerCapacity(bounds.listeners), ports.outgoing, config.engine_stale_s
+    )
+    registry = Registry(state, listeners, rules)
+    publishers = Publishers(state, listeners, rules)
     slots = SlotTrackers(
         config.request_expiry_s, accounts.ledgers, config.max_partitions, clock, ports.served
     )

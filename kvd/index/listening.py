@@ -7,6 +7,7 @@ listeners by keys of their own.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import trio
@@ -36,23 +37,28 @@ class Listeners(Protocol):
         """Ends a listener's task and returns True; without one returns False at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class ListeningRules:
+    """What holds for the listeners of all faces together."""
+
+    capacity: ListenerCapacity = field(default_factory=ListenerCapacity)
+    outgoing: EgressPolicy = field(default_factory=EgressPolicy)  # the addresses they may have
+    stale_after_s: float = STALE_AFTER_S
+
+
 class ListenedRegistrations:
     """Registrations that each have a listener."""
 
     def __init__(
-        self,
-        state: State,
-        listeners: Listeners,
-        capacity: ListenerCapacity | None = None,
-        outgoing: EgressPolicy | None = None,
-        stale_after_s: float = STALE_AFTER_S,
+        self, state: State, listeners: Listeners, rules: ListeningRules | None = None
     ) -> None:
-        """Without `outgoing` the default rules about addresses hold."""
-        self._stale_after_s = stale_after_s
-        self.outgoing = outgoing or EgressPolicy()
+        """Without `rules` the default ones hold, for these registrations alone."""
+        rules = rules or ListeningRules()
+        self._stale_after_s = rules.stale_after_s
+        self.outgoing = rules.outgoing
         self._state = state
         self._listeners = listeners
-        self._capacity = capacity or ListenerCapacity()
+        self._capacity = rules.capacity
         self.left_stats = StreamStats()  # sums over ended listeners
         self.refused = 0  # registrations beyond the capacity
         self.changes = 0  # how often a registration has come or gone

@@ -18,19 +18,16 @@ from typing import NamedTuple
 import trio
 
 from kvd.errors import Conflict, NotFound
-from kvd.index.capacity import ListenerCapacity
-from kvd.index.listening import ListenedRegistrations, Listeners
+from kvd.index.listening import ListenedRegistrations, Listeners, ListeningRules
 from kvd.index.partitions import State
 from kvd.model import PartitionKey
 from kvd.telemetry.logs import get_logger
-from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.envelope import StreamIdentity
 from kvd.wire.event_order import KeptStream
 from kvd.wire.event_stream import EventStream
 from kvd.wire.position import StreamPosition
 from kvd.wire.standard_events import KeptPublication, StandardEventStream
-from kvd.wire.stream_link import STALE_AFTER_S
 from kvd_core.conductor.conductor import Source
 
 log = get_logger(__name__)
@@ -156,14 +153,9 @@ class Publishers(ListenedRegistrations):
     """The registrations of the conductor face."""
 
     def __init__(
-        self,
-        state: State,
-        listeners: Listeners,
-        capacity: ListenerCapacity | None = None,
-        outgoing: EgressPolicy | None = None,
-        stale_after_s: float = STALE_AFTER_S,
+        self, state: State, listeners: Listeners, rules: ListeningRules | None = None
     ) -> None:
-        super().__init__(state, listeners, capacity, outgoing, stale_after_s)
+        super().__init__(state, listeners, rules)
         self._publishers: dict[PublisherKey, Publisher] = {}
         self._leaving: set[PublisherKey] = set()
         self._doubtful: dict[PublisherKey, Publisher] = {}  # no block of theirs has been seen yet

@@ -25,16 +25,14 @@ from functools import partial
 import trio
 
 from kvd.errors import Conflict, NotFound
-from kvd.index.capacity import ListenerCapacity
-from kvd.index.listening import ListenedRegistrations, Listeners
+from kvd.index.listening import ListenedRegistrations, Listeners, ListeningRules
 from kvd.index.partitions import Partition, State
 from kvd.model import InstanceId, Observers, PartitionKey, RankKey
 from kvd.telemetry.stretches import UNREGISTRATION
-from kvd.wire.egress import EgressPolicy
 from kvd.wire.endpoints import Addresses
 from kvd.wire.event_stream import EventStream
 from kvd.wire.position import StreamPosition
-from kvd.wire.stream_link import STALE_AFTER_S, ListenerStatus
+from kvd.wire.stream_link import ListenerStatus
 
 # Stream positions kept for ranks that have left, ~300 bytes each; the rank that left longest ago is
 # forgotten first. A fleet replaces its pods many times over before that many ranks have left.
@@ -88,14 +86,9 @@ class Registry(ListenedRegistrations):
     """The registered ranks of all faces; a rank that two faces register has one listener."""
 
     def __init__(
-        self,
-        state: State,
-        listeners: Listeners,
-        capacity: ListenerCapacity | None = None,
-        outgoing: EgressPolicy | None = None,
-        stale_after_s: float = STALE_AFTER_S,
+        self, state: State, listeners: Listeners, rules: ListeningRules | None = None
     ) -> None:
-        super().__init__(state, listeners, capacity, outgoing, stale_after_s)
+        super().__init__(state, listeners, rules)
         self._ranks: dict[RankKey, Registration] = {}
         self._left: dict[tuple[RankKey, str], int] = {}  # by rank and endpoint: next number
         self._kept: dict[RankKey, KeptPosition] = {}  # see `take_over`

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from kvd.index.capacity import ListenerCapacity
+from kvd.index.listening import ListeningRules
 from kvd.index.partitions import State
 from kvd.index.registry import Registry
 from kvd.model import PartitionKey, RankKey
@@ -47,7 +48,8 @@ class Service:
         self.now = 1000.0
         self.state = State()
         self.listeners = IdleListeners()
-        self.registry = Registry(self.state, self.listeners, ListenerCapacity(max_ranks))
+        rules = ListeningRules(ListenerCapacity(max_ranks))
+        self.registry = Registry(self.state, self.listeners, rules)
         self.options = options or RouterOptions()
         self.selections = Selections(
             self.state,
