@@ -160,16 +160,19 @@ class LiveRequests(Generic[Owner]):
         `hashes` returns its sequence hashes as native u64s, and is called if there are replicas.
         """
         if self.steps.subscribers:
-            self._publish(
-                owner.key,
-                owner.ledger_block_size,
-                request_id,
-                rank,
-                Step.ADD,
-                hashes(),
-                tokens,
-                expected_output_tokens,
-                lora_name,
+            self.steps.notify(
+                Lifecycle(
+                    owner.key,
+                    owner.ledger_block_size or 0,
+                    request_id,
+                    *rank,
+                    Step.ADD,
+                    hashes(),
+                    tokens,
+                    expected_output_tokens,
+                    lora_name,
+                    self.face,
+                )
             )
         self.observe_begin(owner, request_id)
 
@@ -222,28 +225,11 @@ class LiveRequests(Generic[Owner]):
         request_id: str,
         rank: tuple[int, int],
         step: Step,
-        hashes: bytes = b"",
-        tokens: int = 0,
-        expected_output_tokens: int | None = None,
-        lora_name: str | None = None,
     ) -> None:
+        """Notifies replicas of a step that ends a request or its prefill."""
         if self.steps.subscribers:
-            worker_id, dp_rank = rank
-            self.steps.notify(
-                Lifecycle(
-                    key,
-                    block_size or 0,
-                    request_id,
-                    worker_id,
-                    dp_rank,
-                    step,
-                    hashes,
-                    tokens,
-                    expected_output_tokens,
-                    lora_name,
-                    self.face,
-                )
-            )
+            size = block_size or 0
+            self.steps.notify(Lifecycle(key, size, request_id, *rank, step, face=self.face))
 
     def _observe(
         self, owner: Owner, request_id: str, step: Step, at: float | None, live: LiveRequest | None
