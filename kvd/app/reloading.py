@@ -16,8 +16,9 @@ from kvd.app.apis import Components
 from kvd.app.control import ReloadResult
 from kvd.app.ports import Ports
 from kvd.app.stopping import Stop
+from kvd.config import secret_files
 from kvd.config.errors import StartError
-from kvd.config.load import Config, Prepared, exposed_secrets
+from kvd.config.load import Config, Prepared
 from kvd.config.reload import ConfigReader, Reloaded
 from kvd.fleet_file.none import FleetFile
 from kvd.http.certificates import TlsCredentials
@@ -40,7 +41,7 @@ def is_reloadable(config: Config, reader: ConfigReader) -> bool:
 
 def warn_of_secrets(config: Config) -> None:
     """Logs which files of secrets other users of the machine can read."""
-    if paths := exposed_secrets(config):
+    if paths := secret_files.exposed(config.values):
         log.warning("secrets_exposed", files=" ".join(map(str, paths)))
 
 

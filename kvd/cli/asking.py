@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvd.cli.options import CommandResult, Parser, add_general, add_settings, no_settings, usage
-from kvd.config import load as config
-from kvd.config import parsers, sources
+from kvd.config import parsers, secret_files, sources
 from kvd.config.errors import StartError
 from kvd.config.sections import listening
 from kvd.telemetry import logs
@@ -296,7 +295,7 @@ def _daemon(given: Mapping[str, object]) -> AskedDaemon:
     if not config_file and os.access(sources.SERVICE_FILE, os.R_OK):
         config_file = sources.SERVICE_FILE
     held = sources.resolve({**given, sources.CONFIG: config_file}, os.environ)
-    token = config.read_token("--token-file", cast("Path | None", given["token_file"]))
+    token = secret_files.read_token("--token-file", cast("Path | None", given["token_file"]))
     client = face_client.FaceClient(
         token,
         held["tls_certfile"].value,

@@ -34,7 +34,7 @@ from kvd.cli.options import (
 )
 from kvd.cli.settings_page import render_page
 from kvd.config import load as config
-from kvd.config import parsers, settings, sources
+from kvd.config import parsers, secret_files, settings, sources
 from kvd.config.errors import StartError
 from kvd.config.file import render
 from kvd.platform.descriptors import open_standard_streams
@@ -155,7 +155,7 @@ def check_config(given: Mapping[str, object]) -> CommandResult:
         from kvd.app.api_server import read_files  # here, because only TLS needs it
 
         read_files(loaded.tls)
-    for path in config.exposed_secrets(loaded):
+    for path in secret_files.exposed(loaded.values):
         logs.complain(f"warning: every user can read the secret file {path}")
     for option, why in _unused(loaded):
         logs.complain(f"warning: {option} has no effect: {why}")

@@ -13,6 +13,8 @@
     workers      the entries of --workers
     file, toml   the configuration file: read, and written for `kvd config show`
     tokens       the file of bearer tokens
+    secret_files
+                 files of one token, key or password; who can read them
     reload       what a running daemon applies when its files have changed
 
 Nothing here knows the faces or the fleet file: the commands that use those check them.

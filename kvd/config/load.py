@@ -9,13 +9,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from stat import S_IROTH, S_IXOTH
 from typing import Any, TypeVar
 
 from kvd.config import tokens
 from kvd.config.binds import Bind, Binds
 from kvd.config.errors import StartError
 from kvd.config.parsers import OFF, owner_of, served_key
+from kvd.config.secret_files import read_keys, read_password, read_token
 from kvd.config.settings import SETTINGS
 from kvd.config.sources import FACE_BINDS, TLS_FILES, UPSTREAM_TLS_FILES, read, reading
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
@@ -34,7 +34,7 @@ from kvd.net.replication import REPLICA_LINK
 from kvd.selection.options import UNDER_WAY_BOUND, UNDER_WAY_S, RouterOptions
 from kvd.selection.policies import DYNAMO_WEIGHTS, RouterPolicy
 from kvd.selection.worker_record import WorkerRecord
-from kvd.wire.curve import MAX_KEYS_BYTES, parse_keys, parse_secret
+from kvd.wire.curve import parse_keys, parse_secret
 from kvd.wire.egress import AllowedNetworks, EgressPolicy
 from kvd.wire.state_address import StateServer, parse_address
 from kvd.wire.urls import masked
@@ -42,24 +42,9 @@ from kvd_core.selector.settings import Settings
 
 # The original's variable, which its own end-to-end tests set to one of YES.
 TEST_ENDPOINTS = "DYN_KV_INDEXER_TEST_ENDPOINTS"
-Parsed = TypeVar("Parsed")
 Made = TypeVar("Made")
 
 YES = ("1", "true", "yes", "on")
-
-MAX_PASSWORD_BYTES = 4096  # bytes of a file with the password of a server
-
-# Files of secrets, by the names of their settings.
-SECRETS = (
-    "tokens_file",
-    "tls_keyfile",
-    "curve_secret_key_file",
-    "peers_token_file",
-    "upstream_key_file",
-    "upstream_tls_keyfile",
-    "gateway_kvd_token_file",
-    "state_password_file",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,30 +290,6 @@ def _policy(values: Mapping[str, Any], environ: Mapping[str, str]) -> AccessPoli
     return AccessPolicy(known, values["allowed_hosts"] or (), values["allowed_origins"] or ())
 
 
-def read_token(
-    name: str, path: Path | None, read: Callable[[Path], bytes] = tokens.read_one
-) -> bytes:
-    """Returns the token that alone is in a file, empty without a file; raises `StartError`."""
-    if path is None:
-        return b""
-    with reading(path, name):
-        return read(path)
-
-
-def exposed_secrets(config: Config) -> list[Path]:
-    """Returns the files of secrets that every user of this machine may read."""
-    return [path for name in SECRETS if (path := config.values[name]) and _readable_by_all(path)]
-
-
-def _readable_by_all(path: Path) -> bool:
-    try:
-        whole = path.resolve()
-        folders = [each.stat().st_mode for each in whole.parents]
-        return bool(whole.stat().st_mode & S_IROTH) and all(each & S_IXOTH for each in folders)
-    except OSError:
-        return False  # gone since it was read, or not for us: an attempt to read it says so
-
-
 def _router(values: Mapping[str, Any]) -> RouterOptions:
     if values["router_predicted_ttl_secs"] is not None and not values["router_use_kv_events"]:
         raise StartError("DYN_ROUTER_PREDICTED_TTL_SECS needs DYN_ROUTER_USE_KV_EVENTS=true")
@@ -353,21 +314,12 @@ def _peers(values: Mapping[str, Any], outgoing: EgressPolicy) -> tuple[str, ...]
 
 
 def _curve(values: Mapping[str, Any]) -> Curve:
-    secret = _key_file("curve_secret_key_file", values, parse_secret)
-    replicas = _key_file("replica_sync_client_keys", values, parse_keys)
+    secret = read_keys("curve_secret_key_file", values["curve_secret_key_file"], parse_secret)
+    name = "replica_sync_client_keys"
+    replicas = read_keys(name, values[name], parse_keys)
     if replicas is not None and secret is None:
         raise StartError("--replica-sync-client-keys needs --curve-secret-key-file")
     return Curve(secret, replicas)
-
-
-def _key_file(
-    name: str, values: Mapping[str, Any], parse: Callable[[str], Parsed]
-) -> Parsed | None:
-    path: Path | None = values[name]
-    if path is None:
-        return None
-    with reading(path, name), path.open("rb") as file:
-        return parse(file.read(MAX_KEYS_BYTES).decode("ascii", "replace"))
 
 
 def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaSyncOptions | None:
@@ -387,11 +339,7 @@ def _replica_sync(values: Mapping[str, Any], outgoing: EgressPolicy) -> ReplicaS
 def _state_server(values: Mapping[str, Any]) -> StateServer | None:
     if values["state_url"] is None:
         return None
-    password = None
-    path: Path | None = values["state_password_file"]
-    if path is not None:
-        with reading(path, "state_password_file"), path.open("rb") as file:
-            password = file.read(MAX_PASSWORD_BYTES).decode().rstrip("\r\n")
+    password = read_password("state_password_file", values["state_password_file"])
     names = "state_prefix", "state_ca_file", "state_advertise", "state_lease_s"
     prefix, ca_file, advertised, lease_s = (values[name] for name in names)
     address = parse_address(values["state_url"])
