@@ -266,7 +266,7 @@ class LocalChoices:
     def note_emptied(self, record: WorkerRecord) -> None:
         if (candidates := self._selections.candidates.get(record.key)) is not None:
             for dp_rank in record.ranks:
-                candidates.forget_predicted((record.worker_id, dp_rank))
+                candidates.forget_predictions_of((record.worker_id, dp_rank))
 
     def free(self, reservation_id: str) -> None:
         with suppress(NotFound):  # as above

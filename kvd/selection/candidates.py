@@ -55,13 +55,13 @@ class Candidates:
         self._pool: Pool | None = None
         self._former: Pool | None = None  # the replaced pool; the next one goes on with its turns
         self._masks: dict[Phase | None, bytes | None] = {}
-        self.whole: bytes | None = None  # the pool's mask for whole requests, None: all ranks
+        self.whole_mask: bytes | None = None  # the pool's mask for whole requests, None: all ranks
         self._silent: int | None = None  # see `changed`
         # What the cached blocks of the last pool's workers are read from, by worker; _LEFT if a
         # worker has left since. A new pool makes only those ranks for which this has changed.
         self._read_from: dict[int, object] = {}
         # By candidate, made when needed: the JSON members of an answer that name the chosen rank.
-        self.pieces: list[bytes | None] = []
+        self.rank_members: list[bytes | None] = []
         members = json.dumps(key._asdict(), separators=(",", ":"))
         self.partition_json = members.encode()[:-1]  # a JSON object without its closing brace
         # Blocks that workers without KV events should cache; None while there are no such workers.
@@ -128,9 +128,9 @@ class Candidates:
             self._pool = self._make_pool(former)
             for rank, absence in self.absent.items():
                 _mark(self._pool, rank, absence)
-            self.pieces = [None] * len(self._pool)
+            self.rank_members = [None] * len(self._pool)
             self._masks = {None: self._mask(None)}
-            self.whole = self._masks[None]
+            self.whole_mask = self._masks[None]
         return self._pool
 
     def _make_pool(self, former: Pool | None) -> Pool:
@@ -192,9 +192,9 @@ class Candidates:
         """Returns the index that events have filled for these workers, None without events."""
         return self._state.partitions.get(self.key) if self._options.uses_kv_events else None
 
-    def piece(self, chosen: int) -> bytes:
+    def render_rank(self, chosen: int) -> bytes:
         """Returns the JSON members that name a candidate in an answer, with a comma after them."""
-        piece = self.pieces[chosen]
+        piece = self.rank_members[chosen]
         if piece is None:
             candidate = self.pool.candidates[chosen]
             record = self.workers[candidate.worker_id]
@@ -206,7 +206,7 @@ class Candidates:
                 "endpoint": record.endpoint,
                 "block_size": record.block_size,
             }
-            piece = self.pieces[chosen] = members_json(members)
+            piece = self.rank_members[chosen] = members_json(members)
         return piece
 
     def render_loads(self) -> bytes:
@@ -296,13 +296,13 @@ class Candidates:
         of_index = 0 if partition is None else partition.index.predicted()
         return of_index + (0 if self.predictions is None else len(self.predictions))
 
-    def forget_predicted(self, rank: tuple[int, int]) -> None:
+    def forget_predictions_of(self, rank: tuple[int, int]) -> None:
         """Forgets all predictions of a rank without events: it has left, or lost its cache."""
         in_ledger = self.ledger.rank_of(*rank)
         if self.predictions is not None and in_ledger is not None:
             self.predictions.forget(in_ledger)
 
-    def forget_predictions(self, now: float) -> bool:
+    def prune_predictions(self, now: float) -> bool:
         """Forgets some outdated or surplus predictions; True while there may be more."""
         partition = self._partition()
         more = partition is not None and partition.index.forget_predicted(now, PREDICTED_SLICE)

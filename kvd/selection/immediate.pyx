@@ -73,7 +73,7 @@ cdef class ImmediateSelection:
                        ) except? -2:
         cdef Settings settings = candidates.settings
         cdef int64_t candidate = pool.choose_now(
-            &settings.c, pool.mask_of(candidates.whole), self.draws.peek(0), NULL
+            &settings.c, pool.mask_of(candidates.whole_mask), self.draws.peek(0), NULL
         )
         if candidate < 0:
             return -1

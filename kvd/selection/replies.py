@@ -32,7 +32,7 @@ class Replies:
     ) -> bytes:
         """Returns the answer of a choice, with the rendered members `more`."""
         pool, eligible, factors = chosen.ranks
-        members = (candidates.pieces[chosen.position] or candidates.piece(chosen.position)) + more
+        members = candidates.render_rank(chosen.position) + more
         if request.explain:
             rows = pool.explain(chosen.settings, eligible, factors)
             explained = [self._explained(candidates, request, chosen, row) for row in rows]

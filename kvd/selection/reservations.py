@@ -256,7 +256,7 @@ class Reservations(LiveRequests[Candidates]):
         while self._affinity is not None and self._affinity.sessions.expire(now, EXPIRY_SLICE):
             yield
         for candidates in list(self._candidates.values()):
-            while candidates.forget_predictions(now):
+            while candidates.prune_predictions(now):
                 yield
         yield from super().expire(now)
 

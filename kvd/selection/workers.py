@@ -382,7 +382,7 @@ class Workers:
     ) -> Iterator[None]:
         if candidates.predictions is not None:
             for number, dp_rank in enumerate(dp_ranks, 1):
-                candidates.forget_predicted((record.worker_id, dp_rank))
+                candidates.forget_predictions_of((record.worker_id, dp_rank))
                 if number % REMOVAL_SLICE == 0:
                     yield
         yield from self._reservations.drop_ranks(

@@ -391,9 +391,9 @@ cdef class SelectHandler(PromptHandler):
             return None
         if self.adds_request:
             self.booked_in = candidates
-        members = candidates.pieces[candidate]
+        members = candidates.rank_members[candidate]
         if members is None:
-            members = candidates.piece(candidate)
+            members = candidates.render_rank(candidate)
         begin = opening(self.selection_id, self.reservation_id, None)
         return pool.render_answer(begin, members, candidate, candidates.settings)
 

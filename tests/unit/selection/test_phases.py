@@ -320,7 +320,7 @@ async def test_roles_can_change() -> None:
     await service.selections.workers.put(batched(2, role=Role.DECODE))
     assert service.select(PROMPT, phase=Phase.BOTH)["prefill"] is None
     assert not isinstance(service.select(PROMPT), QueuedRequest)
-    assert service.candidates().whole is None
+    assert service.candidates().whole_mask is None
 
 
 def test_a_fleet_without_prefill_workers_has_no_mask() -> None:
@@ -330,7 +330,7 @@ def test_a_fleet_without_prefill_workers_has_no_mask() -> None:
     candidates = trio.run(run)
     assert (
         candidates.pool
-        and candidates.whole is None
+        and candidates.whole_mask is None
         and candidates.eligible(None, Phase.PREFILL) == b"\0\1"
     )
 
