@@ -136,10 +136,10 @@ def components(
         Random(),
         clock,
         time.time_ns,
-        accounts.ledgers,
-        Readiness(config.min_initial_workers, len(config.peers)),
-        bounds.waiting,
-        accounts.journal,
+        ledgers=accounts.ledgers,
+        readiness=Readiness(config.min_initial_workers, len(config.peers)),
+        max_waiting=bounds.waiting,
+        journal=accounts.journal,
     )
     return Components(
         state,

@@ -42,6 +42,7 @@ class Selections:
         random: Random,
         clock: Callable[[], float],
         wall_ns: Callable[[], int],
+        *,
         ledgers: Ledgers | None = None,
         readiness: Readiness | None = None,
         max_waiting: int = MAX_WAITING,

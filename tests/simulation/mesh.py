@@ -73,7 +73,7 @@ class Replica:
             rng,
             lambda: self.now,
             lambda: 0,
-            ledgers,
+            ledgers=ledgers,
         )
         self.slots.steps.subscribe(self._publish_step)
         self.selections.reservations.steps.subscribe(self._publish_step)

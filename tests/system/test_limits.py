@@ -30,7 +30,6 @@ from kvd.net.recovery import RecoveryLimits
 from kvd.net.replay import ReplayOptions
 from kvd.net.replication import REPLICA_LINK
 from kvd.selection.service import Selections
-from kvd.slots.shared_loads import Ledgers
 from tests.conformance.engine import Engine
 from tests.support.dumps import dump_json, event
 from tests.support.processes import REPOSITORY
@@ -147,7 +146,6 @@ def test_the_queue_follows_a_reload() -> None:
         Random(1),
         lambda: 0.0,
         lambda: 0,
-        Ledgers(),
     )
     selections.reload(options, 300.0)
     held = selections.options

@@ -86,7 +86,9 @@ class Face:
         clocks = (lambda: NOW), (lambda: int(NOW * 1e9))
         ledgers = Ledgers()
         self.slots = SlotTrackers(300, ledgers)
-        self.selections = Selections(state, registry, options, 300, Random(7), *clocks, ledgers)
+        self.selections = Selections(
+            state, registry, options, 300, Random(7), *clocks, ledgers=ledgers
+        )
         self.published: list[Lifecycle] = []
         self.moments: list[Moment] = []
         trio.run(self._fill)

@@ -54,7 +54,7 @@ class Life:
         clocks = (lambda: service.now), (lambda: int(service.now * 1e9))
         ledgers = Ledgers()
         parts = service.state, service.registry, service.options, EXPIRY_S, Random(seed)
-        self.selections = service.selections = Selections(*parts, *clocks, ledgers)
+        self.selections = service.selections = Selections(*parts, *clocks, ledgers=ledgers)
         self.selections.reservations.steps.subscribe(service.events.append)
         self.slots = SlotTrackers(EXPIRY_S, ledgers)
         self.callers: list[Caller] = []
