@@ -304,7 +304,7 @@ cdef class Pool:
         """Sets whether a candidate can be chosen."""
         self.c.set_reachable(self.at(candidate), reachable)
 
-    # ---- choosing
+    # ---- replacing another pool
 
     def is_like(self, Pool other not None):
         """Returns whether another pool has the same index, ledger, predictions and block size."""
@@ -375,6 +375,8 @@ cdef class Pool:
         )
         found += former.candidates[begin:end]
         return 0
+
+    # ---- choosing
 
     def choose(self, Settings settings not None, bytes eligible, uint64_t random,
                bytes factors=None):
@@ -543,6 +545,8 @@ cdef class Pool:
         cdef const CCandidate* c = &self.c.candidate(at)
         return at if c.worker_id == worker_id and c.dp_rank == dp_rank else None
 
+    # ---- booking
+
     def effective_prefill_tokens(self, Py_ssize_t candidate, Settings settings not None):
         """Returns the tokens that a candidate would have to prefill, as a booking counts them."""
         return self.effective_tokens_of(&settings.c, self.at(candidate))
@@ -567,6 +571,8 @@ cdef class Pool:
         O(blocks).
         """
         self.c.withdraw(self.at(candidate), then)
+
+    # ---- explaining a choice
 
     def explain(self, Settings settings not None, bytes eligible=None, bytes factors=None):
         """Returns all terms of the cost of all candidates, as Explained.
