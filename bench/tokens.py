@@ -1,6 +1,6 @@
 """Measures the cost of bearer tokens to a request on the fast path: with 0, 1, 2 and 64 tokens.
 
-    PYTHONPATH=. python bench/tokens.py
+    python bench/tokens.py
 
 One connection asks for the `/loads` of a slot tracker without workers, in this process. Most of a
 figure is the system calls, two at each end. The numbers of tokens take turns, and the fastest round
@@ -10,9 +10,13 @@ of each counts.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvd.faces.slot_tracker import routes as slot_tracker
 from kvd.http.fast_path import FastPath, Parkable
