@@ -7,6 +7,7 @@
 questions   reads what a body asks about: a prompt, or a live request
 traces      follows a prompt through the chronicle of its index
 answers     writes the findings as members of the answer
+schemas     what a question and an explanation contain
 routes      POST /explain for a prompt or a live request; GET for a request, for links in pages
 
 Explaining books, draws and counts nothing.

@@ -9,6 +9,7 @@ from struct import Struct
 
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
+from kvd.faces.explain.schemas import CHOICE_MEMBERS
 from kvd.faces.selection import choosing
 from kvd.faces.selection.handlers import PROMPT_FIELDS, PromptReader
 from kvd.faces.selection.members import partition_key
@@ -22,20 +23,7 @@ from kvd_core.index.trace import given, hashed, recalled, terms
 from kvd_core.ledger.ledger import LiveRequest
 from kvd_core.selector.selector import Pool
 
-# Members of a prompt, and others that a choice depends on.
-FIELDS = (
-    *PROMPT_FIELDS,
-    "session_id",
-    "session_context",
-    "affinity_target",
-    "pinned_worker",
-    "allowed_worker_ids",
-    "routing_constraints",
-    "phase",
-    "router_policy",
-    "slo_ttft_ms",
-    "request_id",
-)
+FIELDS = (*PROMPT_FIELDS, "session_id", *CHOICE_MEMBERS, "request_id")
 BLOCK_HASHES, TOKEN_IDS = 0, 2  # positions of the arrays
 
 HASH = Struct("Q")
