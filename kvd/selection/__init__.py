@@ -26,8 +26,8 @@ awaits between choosing a rank and booking it.
     serving                    the tokens that a booking counts and the beginning of an answer, for
                                the scheduler and for hot handlers; compiled
     decay                      how the weight of a reservation's output blocks falls towards its end
-    workers, worker_record, admission
-                               the catalog; a worker's record; what keeps it from being scheduled
+    workers, membership        the catalog; how its workers join their candidates, and leave them
+    worker_record, admission   a worker's record; what keeps it from being scheduled
     candidates, streams        the ranks of a model and tenant that can be chosen; ranks whose
                                engine has gone
     affinity, sessions         sessions and the ranks that they are bound to

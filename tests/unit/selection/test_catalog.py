@@ -23,12 +23,13 @@ from kvd.faces.selection.workers import listed
 from kvd.model import PartitionKey, RankKey
 from kvd.selection.admission import CHECKED_AT_ONCE, ENDPOINTS_AT_ONCE
 from kvd.selection.candidates import Absence
+from kvd.selection.membership import LISTENED_SLICE
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.stats import SelectionOutcome, Unserved
 from kvd.selection.tuning import TuningKey
 from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
-from kvd.selection.workers import LISTED_AT_ONCE, LISTENED_SLICE, RECONSIDERED
+from kvd.selection.workers import LISTED_AT_ONCE, RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
