@@ -11,6 +11,7 @@ holdings        the blocks and positions of the conductor's publishers
 directory       `StateDirectory`: one owner, files that are replaced whole
 frames          the form of these files: versions, headers, checksums
 clocks          ages across a restart
+metrics         `StoreStats`: what was kept and restored; metrics of it
 
 docs/state.md says what operators may expect of it.
 """

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,17 +25,18 @@ from kvd.index.partitions import State
 from kvd.index.restore import bring_in, planned_of
 from kvd.model import InstanceId, PartitionKey
 from kvd.persistence import snapshot
-from kvd.persistence.bookings import Restored, restore
+from kvd.persistence.bookings import restore
 from kvd.persistence.clocks import ClockReading
 from kvd.persistence.directory import StateDirectory
 from kvd.persistence.frames import Content, Damaged, Header, Reading
 from kvd.persistence.holdings import Restoring
 from kvd.persistence.journal import MAX_WAITING_BYTES, RETRY_S, JournalWriter, SharedUntil
+from kvd.persistence.metrics import FileOutcome, StoreStats, state_families
 from kvd.persistence.reading import UnreadJournal, bookings_of, frames_of
 from kvd.persistence.registrations import Registrations, register_again
 from kvd.slots.shared_loads import Ledgers
 from kvd.telemetry.logs import get_logger
-from kvd.telemetry.metrics import Family, by_label, counter, gauge
+from kvd.telemetry.metrics import Family
 from kvd.telemetry.stretches import SNAPSHOT
 from kvd_core.ledger.journal import Journal
 
@@ -66,33 +65,6 @@ STOP_S = 30.0  # time that the writes at the end may take, on a disk that may ha
 REFUSED = ".refused"  # ends the name of a file that was put aside
 
 log = get_logger(__name__)
-
-
-class FileOutcome(StrEnum):
-    """The outcome of reading one file at the start."""
-
-    NONE = "none"  # there was no file
-    RESTORED = "restored"
-    REFUSED = "refused"  # damaged, foreign, or in conflict with registrations
-
-
-@dataclass(slots=True)
-class StoreStats:
-    """Counts of restored and of kept state; plain numbers for metrics."""
-
-    outcomes: dict[Content, FileOutcome] = field(
-        default_factory=lambda: dict.fromkeys(Content, FileOutcome.NONE)
-    )
-    bookings: Restored = field(default_factory=Restored)
-    registrations: int = 0
-    blocks: int = 0
-    written: dict[str, int] = field(
-        default_factory=lambda: {Content.INDEX: 0, Content.REGISTRATIONS: 0}
-    )
-    failures: int = 0
-    index_bytes: int = 0  # of the last snapshot
-    index_s: float = 0.0  # time that the last snapshot took
-    index_at: float | None = None  # when it was begun, by the clock of the loop
 
 
 class StateStore:
@@ -382,45 +354,5 @@ class Keeper:
 
     def families(self) -> Iterator[Family]:
         """Yields the families of /metrics."""
-        stats, journal = self.stats, self._writer.stats
-        help = "Number of files of the state directory written whole, by content"
-        yield by_label("kvd_state_files_total", "counter", help, "content", stats.written)
-        help = "Number of files of the state directory that could not be written"
-        yield counter("kvd_state_failures_total", help, self.failures)
-        help = "Age of the last snapshot of the index in seconds; absent before the first"
-        if stats.index_at is not None:
-            yield gauge("kvd_state_index_age_seconds", help, self._clock() - stats.index_at)
-        help = "Size of the last snapshot of the index in bytes"
-        yield gauge("kvd_state_index_bytes", help, stats.index_bytes)
-        help = "Time that the last snapshot of the index took in seconds"
-        yield gauge("kvd_state_index_seconds", help, stats.index_s)
-        help = "Size of the records that were written to the journal of bookings in bytes"
-        yield counter("kvd_state_journal_bytes_total", help, journal.written_bytes)
-        help = "Number of writes to the journal of bookings"
-        yield counter("kvd_state_journal_writes_total", help, journal.flushes)
-        help = "Number of journals begun"
-        yield counter("kvd_state_journals_total", help, journal.begun)
-        help = "Number of records dropped because too many waited for the disk"
-        yield counter("kvd_state_records_dropped_total", help, self._store.journal.dropped)
-        help = "Total size of the records that the disk refused in bytes"
-        yield counter("kvd_state_lost_bytes_total", help, journal.lost_bytes)
-        help = "Whether bookings are recorded: 0 while the disk refuses them"
-        yield gauge("kvd_state_recording", help, int(self._writer.error is None))
-        restored = {
-            "blocks": stats.blocks,
-            "requests": stats.bookings.requests,
-            "sessions": stats.bookings.sessions,
-            "answers": stats.bookings.answers,
-            "registrations": stats.registrations,
-        }
-        help = "Number of items restored from the state directory at the start, by kind"
-        yield by_label("kvd_state_restored", "gauge", help, "kind", restored)
-        lost = {"expired": stats.bookings.expired, "no_rank": stats.bookings.dropped}
-        help = "Number of live requests that were not restored at the start, by reason"
-        yield by_label("kvd_state_unrestored_requests", "gauge", help, "reason", lost)
-        refused: dict[str, float] = {
-            content: int(outcome is FileOutcome.REFUSED)
-            for content, outcome in stats.outcomes.items()
-        }
-        help = "Whether a file of the state directory was refused at the start, by content"
-        yield by_label("kvd_state_refused", "gauge", help, "content", refused)
+        journal, now = self._store.journal, self._clock()
+        return state_families(self.stats, journal, self._writer, self.failures, now)
