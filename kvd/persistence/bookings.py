@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from struct import Struct
+from sys import getsizeof
 from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
@@ -37,8 +38,9 @@ from kvd_core.ledger.ledger import Ledger
 # Requests, sessions and answers restored between two checkpoints: about 1 ms.
 SLICE = 32
 
-# Ended requests that are remembered, the last ones: 16 s of 1,000 a second, 4 MB.
-MAX_ENDED = 16_384
+# Memory for the requests that ended last: 15 s of 1,000 a second with ids of 36 bytes.
+MAX_ENDED_BYTES = 4 * 1024 * 1024
+ENDED_BYTES = 192  # what one takes besides its id
 
 # Difference that clocks may make between two times of one booking. An id that is used again within
 # that time is taken for the same request.
@@ -91,40 +93,51 @@ class KeptAnswer:
 
 
 class EndedRequests:
-    """The requests that ended last, by their ids and the times of their bookings.
+    """The requests that ended last, by their faces, ids and times of booking.
 
     A process that restores one which has ended meanwhile would have it go on, under a new dot.
     """
 
     def __init__(self) -> None:
-        self._booked_at: OrderedDict[tuple[PartitionKey, str], float] = OrderedDict()
+        self._booked_at: OrderedDict[tuple[Face, PartitionKey, str], float] = OrderedDict()
+        self._bytes = 0
 
-    def note(self, key: PartitionKey, request_id: str, booked_at: float) -> None:
-        self._booked_at.pop((key, request_id), None)  # moves it to the end
-        self._booked_at[key, request_id] = booked_at
-        if len(self._booked_at) > MAX_ENDED:
-            self._booked_at.popitem(last=False)
+    def note(self, face: Face, key: PartitionKey, request_id: str, booked_at: float) -> None:
+        self.forget(face, key, request_id)  # moves it to the end
+        self._booked_at[face, key, request_id] = booked_at
+        self._bytes += _size_of(request_id)
+        while self._bytes > MAX_ENDED_BYTES:
+            (_, _, oldest), _ = self._booked_at.popitem(last=False)
+            self._bytes -= _size_of(oldest)
 
-    def forget(self, key: PartitionKey, request_id: str) -> None:
+    def forget(self, face: Face, key: PartitionKey, request_id: str) -> None:
         """Forgets a request, since its id is booked again."""
-        self._booked_at.pop((key, request_id), None)
+        if self._booked_at.pop((face, key, request_id), None) is not None:
+            self._bytes -= _size_of(request_id)
 
     def records(self) -> Iterator[tuple[int, bytes]]:
         """Yields kinds and contents of records that say for each request that it has ended.
 
         It is booked and ended once more, in a ledger that no process has: of blocks of 0 tokens.
         """
-        for (key, request_id), booked_at in list(self._booked_at.items()):
+        introduced = None
+        for (face, key, request_id), booked_at in list(self._booked_at.items()):
+            if (face, key) != introduced:
+                introduced = face, key
+                yield LEDGER, packed([NO_LEDGER, face.value, *key, 0])
             name = request_id.encode()
             booking = NO_LEDGER, 0, 0, 0, 0, booked_at, 0, 0, 0, 1.0, 0, len(name), 0
-            yield LEDGER, packed([NO_LEDGER, Face.SLOT_TRACKER.value, *key, 0])
             yield BOOKED, BOOKING.pack(*booking) + name
             yield ENDED, STEP.pack(NO_LEDGER, len(name)) + name
 
-    def has(self, key: PartitionKey, request_id: str, booked_at: float) -> bool:
+    def has(self, face: Face, key: PartitionKey, request_id: str, booked_at: float) -> bool:
         """Returns whether a request that was booked at this time has ended."""
-        at = self._booked_at.get((key, request_id))
+        at = self._booked_at.get((face, key, request_id))
         return at is not None and abs(booked_at - at) < SAME_S
+
+
+def _size_of(request_id: str) -> int:
+    return ENDED_BYTES + getsizeof(request_id)
 
 
 class KeptRequests:
@@ -212,7 +225,7 @@ class KeptRequests:
         at = self._translated(record.admitted_at) if known is None else known.booked.admitted_at
         self.live[live] = Booking.of(record._replace(admitted_at=at))
         self._note_renewed(live)
-        self.ended.forget(key, request_id)
+        self.ended.forget(face, key, request_id)
         # Another process may have made it before that point, but the point does not count it.
         if known is None and self.shared_point is not None and at < self.shared_point.at:
             self.shared_point = self.shared_point._replace(at=at)
@@ -255,10 +268,11 @@ class KeptRequests:
             return  # the request ended before this journal was begun
         if step.kind == ENDED:
             del self.live[live]
-            self.ended.note(live[0][1], step.request_id, booking.booked.admitted_at)
-            if live[0][0] is Face.SELECTION:
+            face, key, _ = live[0]
+            self.ended.note(face, key, step.request_id, booking.booked.admitted_at)
+            if face is Face.SELECTION:
                 self.held.pop(step.request_id, None)
-                self._reserved.pop((live[0][1], step.request_id), None)
+                self._reserved.pop((key, step.request_id), None)
         else:
             booking.take(step)
 

@@ -48,7 +48,7 @@ class Merge:
             if number % SLICE == 0:
                 yield
         for name, dot in piece.elsewhere:
-            found = self._mirror.find(name)
+            found = self._mirror.find(name, dot)
             self._mentioned.add(found or name)
             if found is None and not self._mirror.progress.has_heard(dot):
                 self._lacking[dot.writer] = min(
@@ -62,7 +62,7 @@ class Merge:
         mirror = self._mirror
         name = Name(ledger.face, ledger.key, request_id)
         dots = [described.dot, *also]
-        found = mirror.find(name)
+        found = mirror.find(name, *dots)
         self._mentioned.add(found or name)
         if found is not None:
             mirror.bring_up(found, described)

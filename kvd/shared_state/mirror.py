@@ -317,12 +317,12 @@ class Mirror:
         self._drop(name)
         # It goes on as the other's.
         self._from_before.discard(name)
-        self._ended.forget(name.key, name.request_id)
+        self._ended.forget(*name)
         self.stats.replaced += 1
         return True
 
     def _take_step(self, name: Name, foreign: ForeignStep, step: Stepped) -> None:
-        found = self.find(name)
+        found = self.find(name, foreign.request_dot)
         known = None if found is None else self.requests[found]
         is_it = known is not None and foreign.request_dot in (None, *known.dots)
         if found is not None and known is not None and is_it:
@@ -417,7 +417,7 @@ class Mirror:
 
     def has_ended(self, name: Name, booked_at: float) -> bool:
         """Returns whether a request has ended here, perhaps when it was known by another dot."""
-        return self._ended.has(name.key, name.request_id, booked_at)
+        return self._ended.has(*name, booked_at)
 
     def _add(self, name: Name, known: Known, booking: ForeignBooking) -> bool:
         """Books a request on its rank, or lets it wait for one; False if it is booked already."""
@@ -491,7 +491,7 @@ class Mirror:
 
     def _forget(self, name: Name) -> None:
         """Forgets a request that has ended."""
-        self._ended.note(name.key, name.request_id, self.requests.pop(name).booked_at)
+        self._ended.note(*name, self.requests.pop(name).booked_at)
         self.waiting.pop(name, None)
 
     def known(self, name: Name) -> Known | None:
@@ -499,10 +499,17 @@ class Mirror:
         found = self.find(name)
         return None if found is None else self.requests[found]
 
-    def find(self, name: Name) -> Name | None:
-        """Returns the name under which a request is known; another face may have booked it."""
-        for face in (name.face, *Face):
+    def find(self, name: Name, *dots: Dot | None) -> Name | None:
+        """Returns the name under which a request is known, which has one of these dots elsewhere.
+
+        Processes may have booked it by different faces. But another request may have its id on
+        another face: that one is booked by its own face here, and shares no dot with it.
+        """
+        if name in self.requests:
+            return name
+        for face in Face:
             found = name._replace(face=face)
-            if found in self.requests:
+            known = self.requests.get(found)
+            if known is not None and (known.face is name.face or {*dots} & {*known.dots}):
                 return found
         return None

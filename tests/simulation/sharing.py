@@ -35,9 +35,13 @@ from tests.simulation.memory_server import MemoryServer
 from tests.support.registrations import NoRegistrations
 
 KEY = PartitionKey("m", "default")
+OTHER_FACE = {Face.SLOT_TRACKER: Face.SELECTION, Face.SELECTION: Face.SLOT_TRACKER}
 RANKS = 3
 REPLICAS = 3
 LEASE_S = 10.0
+
+Request = tuple[Face, str]  # a face and an id
+State = tuple[int, int, bool, int]  # rank, blocks, whether it decodes, output blocks
 
 
 class OneRegistration:
@@ -54,6 +58,12 @@ class OneRegistration:
             self.changes = 1
 
 
+class Reservations(SlotTrackers):
+    """Requests of the selection service, as far as their ledgers and steps go."""
+
+    face = Face.SELECTION
+
+
 class Replica:
     """One process: its tracker, and its sessions with the server."""
 
@@ -65,11 +75,12 @@ class Replica:
         *,
         restored: int = 0,
         registers: bool = False,
+        reserves: bool = False,
         before: Replica | None = None,
     ) -> None:
         """Begins with `restored` requests, or with those of the process `before`.
 
-        `registers`: the catalog registers its worker.
+        `registers`: the catalog registers its worker. `reserves`: it has reservations, too.
         """
         self.name = name
         self.server = server
@@ -82,7 +93,12 @@ class Replica:
         self.slots = SlotTrackers(1e9, ledgers, clock=trio.current_time)
         if not registers:
             self.register()
-        faces: Faces = {Face.SLOT_TRACKER: self.slots}
+        self.served = {Face.SLOT_TRACKER: self.slots}
+        if reserves:
+            reservations = Reservations(1e9, ledgers, clock=trio.current_time)
+            reservations.register(KEY, 1, 4, 0, RANKS)
+            self.served[Face.SELECTION] = reservations
+        faces: Faces = self.served
         here = BookedHere(faces, None, journal, trio.current_time)
         self.mirror = Mirror(name, here, self.deduplicator, lambda key: True, trio.current_time)
         self.outbox = Outbox(journal, self.mirror, ledgers, faces)
@@ -115,15 +131,16 @@ class Replica:
         kept.end()
         self.shared.restore(kept)
         self.fleet.note_restored(self.shared.last)
-        for booking in kept.live.values():
-            outcome = rebook(self.slots, KEY, 4, booking, booking.booked.admitted_at)
+        for ((face, _, _), _), booking in kept.live.items():
+            outcome = rebook(self.served[face], KEY, 4, booking, booking.booked.admitted_at)
             assert outcome is Outcome.APPLIED
-            add_outputs(self.tracker.ledger, booking, 0)
-        ledger, after = self.tracker.ledger, 0
+            add_outputs(self.served[face].ledger_of(KEY), booking, 0)
         self.kept.take()
-        self._ledgers.introduce(self.kept, ledger, Face.SLOT_TRACKER, KEY, 4)
-        while after is not None:
-            after = ledger.export(self.kept, after, 1 << 20)
+        for face, served in self.served.items():
+            ledger, after = served.ledger_of(KEY), 0
+            self._ledgers.introduce(self.kept, ledger, face, KEY, 4)
+            while after is not None:
+                after = ledger.export(self.kept, after, 1 << 20)
         assert not any(self.shared.export())
         self.kept.put(WHOLE, b"")
 
@@ -155,21 +172,29 @@ class Replica:
     def tracker(self) -> Any:
         return self.slots.trackers[KEY]
 
-    def book(self, request_id: str, rank: int, hashes: list[int]) -> None:
+    def book(
+        self, request_id: str, rank: int, hashes: list[int], face: Face = Face.SLOT_TRACKER
+    ) -> None:
         content = array("Q", hashes).tobytes()
-        tracker = self.tracker
+        ledger = self.served[face].ledger_of(KEY)
         at = trio.current_time()
-        number = tracker.ledger.rank_of(1, rank)
-        assert tracker.ledger.add(request_id, number, content, 4 * len(hashes), at) == ADDED
+        number = ledger.rank_of(1, rank)
+        assert number is not None
+        assert ledger.add(request_id, number, content, 4 * len(hashes), at) == ADDED
 
-    def live(self, names: list[str]) -> dict[str, tuple[int, int, bool, int]]:
-        """Returns, by id, each booked request's rank, blocks, whether it decodes, output blocks."""
+    def live(self, names: list[str]) -> dict[str, State]:
+        """Returns the tracker's booked requests of these ids."""
+        found = self.booked([(Face.SLOT_TRACKER, name) for name in names])
+        return {name: state for (_, name), state in found.items()}
+
+    def booked(self, requests: list[Request]) -> dict[Request, State]:
+        """Returns those of some requests that are booked."""
         found = {}
-        for name in names:
-            live = self.tracker.ledger.request(name)
+        for face, name in requests:
+            live = self.served[face].ledger_of(KEY).request(name)
             if live is not None:
                 state = live.dp_rank, live.blocks, live.prefill_complete, live.output_blocks
-                found[name] = state
+                found[face, name] = state
         return found
 
 
@@ -184,13 +209,14 @@ class SharingWorld:
         self._room = self.random.choice([600, 1 << 20])
         self.is_lossy = False  # bookings may be lost for good
         self.may_revive = False  # what has ended may come back
-        self.booked: list[str] = []
-        self.live: dict[str, tuple[int, int, bool, int]] = {}
+        self.booked: list[Request] = []
+        self.live: dict[Request, State] = {}
         self.replicas = [self.start() for _ in range(REPLICAS)]
 
     def start(self, before: Replica | None = None) -> Replica:
         self._started += 1
-        replica = Replica(self.server, f"w{self._started}", self._room, before=before)
+        name = f"w{self._started}"
+        replica = Replica(self.server, name, self._room, reserves=True, before=before)
         self._nursery.start_soon(replica.run)
         return replica
 
@@ -222,33 +248,43 @@ class SharingWorld:
         self.server.come_back()
 
     def book(self) -> None:
+        """Books a request, now and then by an id that the other face has used last."""
         random = self.random
-        name = f"r{len(self.booked)}"
+        request = random.choice(list(Face)), f"r{len(self.booked)}"
+        if self.booked and random.random() < 0.2:
+            face, name = self.booked[-1]
+            if (OTHER_FACE[face], name) not in self.booked:
+                request = OTHER_FACE[face], name
+        face, name = request
         rank, blocks = random.randrange(RANKS), random.randrange(1, 12)
-        random.choice(self.replicas).book(name, rank, [random.randrange(4) for _ in range(blocks)])
-        self.booked.append(name)
-        self.live[name] = rank, blocks, False, 0
+        hashes = [random.randrange(4) for _ in range(blocks)]
+        random.choice(self.replicas).book(name, rank, hashes, face)
+        self.booked.append(request)
+        self.live[request] = rank, blocks, False, 0
 
     def go_on(self) -> None:
         """Has a replica that knows a request advance or end it."""
         replica = self.random.choice(self.replicas)
-        known = sorted(replica.live(list(self.live)))
+        known = sorted(replica.booked(list(self.live)))
         if not known:
             return
-        name = self.random.choice(known)
-        rank, blocks, prefilled, outputs = self.live[name]
+        request = self.random.choice(known)
+        face, name = request
+        served = replica.served[face]
+        tracker = served.trackers[KEY]
+        rank, blocks, prefilled, outputs = self.live[request]
         step = self.random.randrange(4)
         if step == 0:
-            replica.slots.complete(replica.tracker, name)
+            served.complete(tracker, name)
             prefilled = True
         elif step == 1:
-            replica.tracker.ledger.output_block(name)
+            tracker.ledger.output_block(name)
             outputs += 1
         elif step > 1:
-            replica.slots.end(replica.tracker, name)
-            del self.live[name]
+            served.end(tracker, name)
+            del self.live[request]
             return
-        self.live[name] = rank, blocks, prefilled, outputs
+        self.live[request] = rank, blocks, prefilled, outputs
 
     def kill(self) -> None:
         """Kills a replica and starts one instead that is empty, or restores its requests."""
@@ -262,7 +298,7 @@ class SharingWorld:
         self.replicas[number] = self.start(kept)
 
     def agree(self) -> bool:
-        first, *others = (replica.live(self.booked) for replica in self.replicas)
+        first, *others = (replica.booked(self.booked) for replica in self.replicas)
         if any(each != first for each in others):
             return False
         if self.may_revive:
@@ -272,7 +308,8 @@ class SharingWorld:
     def stretch(self) -> float:
         """Returns the largest difference between replicas in the age of a request."""
         live = [
-            [each.tracker.ledger.request(name) for each in self.replicas] for name in self.booked
+            [each.served[face].ledger_of(KEY).request(name) for each in self.replicas]
+            for face, name in self.booked
         ]
         times = [[each.admitted_at for each in known] for known in live if all(known)]
         return max((max(each) - min(each) for each in times), default=0.0)
@@ -280,18 +317,18 @@ class SharingWorld:
     def differences(self) -> str:
         """Returns what the replicas disagree on, and how far each has read the others' entries."""
         found = [] if self.is_lossy else [("truth", self.live)]
-        found += [(each.name, each.live(self.booked)) for each in self.replicas]
+        found += [(each.name, each.booked(self.booked)) for each in self.replicas]
         lines = [
-            f"{name}: {[(who, live.get(name)) for who, live in found]}"
-            for name in self.booked
-            if len({str(live.get(name)) for _, live in found}) > 1
+            f"{request}: {[(who, live.get(request)) for who, live in found]}"
+            for request in self.booked
+            if len({str(live.get(request)) for _, live in found}) > 1
         ]
         for each in self.replicas:
             mirror, progress = each.mirror, each.mirror.progress
             lines.append(
                 f"{each.name}: own {progress.own} told {each.outbox.shared_number} "
                 f"numbers {progress.numbers} behind {progress.behind} dots "
-                f"{[(name.request_id, *known.dot) for name, known in mirror.requests.items()]} "
+                f"{[(*name, *known.dot) for name, known in mirror.requests.items()]} "
                 f"{mirror.stats}"
             )
         return "\n".join(lines)

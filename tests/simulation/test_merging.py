@@ -22,7 +22,7 @@ from kvd.shared_state.progress import DOTS_AT_ONCE
 from kvd.shared_state.views import ENDED_A_PIECE, ViewStats, read_head, read_pieces
 from kvd.slots.shared_loads import Ledgers
 from kvd.slots.trackers import SlotTrackers
-from kvd.wire.lifecycle import Lifecycle, Outcome, Step
+from kvd.wire.lifecycle import Face, Lifecycle, Outcome, Step
 from kvd_core.ledger.journal import Journal
 from kvd_core.ledger.ledger import ADDED
 from tests.simulation.sharing import KEY, RANKS, Replica, Scene, count
@@ -358,3 +358,18 @@ async def test_a_view_that_the_server_refuses_leaves_nothing_open(
     scene.server.is_full = False
     await writer.views.write(scene.server, Keys("kvd"), 0.0)
     assert writer.views.stats.written == 1
+
+
+async def test_an_end_on_one_face_leaves_the_id_on_another_alone(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """The reader missed a booking, and learns of it from a view."""
+    maker, reader = scene.make("maker", "reader", reserves=True)
+    await book_for(maker, reader)
+    both = [(face, "r0") for face in Face]
+    maker.book("r0", 0, [1], Face.SELECTION)
+    await read_view(reader, maker)
+    assert list(reader.booked(both)) == both
+    maker.served[Face.SELECTION].end(maker.served[Face.SELECTION].trackers[KEY], "r0")
+    await take_all(reader, maker)
+    assert list(reader.booked(both)) == [(Face.SLOT_TRACKER, "r0")]

@@ -240,7 +240,7 @@ async def test_who_only_reads_knows_what_has_ended_while_it_was_away(
     scene: Scene, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has lost the stream, and so much has ended that nobody remembers this end."""
-    monkeypatch.setattr("kvd.persistence.bookings.MAX_ENDED", 0)
+    monkeypatch.setattr("kvd.persistence.bookings.MAX_ENDED_BYTES", 0)
     first, reader = scene.start("first", "reader")
     await trio.sleep(5)
     first.book("r0", 0, [1])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import pytest
+
 from kvd.model import PartitionKey
+from kvd.persistence import bookings
 from kvd.persistence.bookings import EndedRequests, KeptRequests
 from kvd.persistence.clocks import ClockTranslation
 from kvd.slots.shared_loads import Ledgers
@@ -18,7 +23,7 @@ def test_an_ended_request_does_not_end_a_later_one_with_its_id() -> None:
     ledger = Ledgers(journals=[journal]).open(Face.SLOT_TRACKER, KEY, 1)
     ledger.add("chat-17", ledger.add_rank(7, 0), bytes(8), 1, 20.0)
     ended = EndedRequests()
-    ended.note(KEY, "chat-17", 10.0)
+    ended.note(Face.SLOT_TRACKER, KEY, "chat-17", 10.0)
     for kind, content in ended.records():
         journal.put(kind, content)
     kept = KeptRequests()
@@ -26,4 +31,25 @@ def test_an_ended_request_does_not_end_a_later_one_with_its_id() -> None:
     for record in read(journal.take()):
         kept.take(record)
     assert [each.booked.admitted_at for each in kept.live.values()] == [20.0]
-    assert kept.ended.has(KEY, "chat-17", 10.0)
+    assert kept.ended.has(Face.SLOT_TRACKER, KEY, "chat-17", 10.0)
+    assert not kept.ended.has(Face.SELECTION, KEY, "chat-17", 10.0)
+
+
+@pytest.mark.parametrize("length", [1, 4096])
+def test_ended_requests_have_a_bound_in_bytes(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long their ids are; the last ones are remembered."""
+    monkeypatch.setattr(bookings, "MAX_ENDED_BYTES", 1 << 18)
+    many = 2 * (1 << 18) // (length + bookings.ENDED_BYTES)
+    tracemalloc.start()
+    try:
+        ended = EndedRequests()
+        for number in range(many):
+            ended.note(Face.SELECTION, KEY, str(number).rjust(length, "x"), 1.0)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    names = [str(number).rjust(length, "x") for number in range(many)]
+    known = [ended.has(Face.SELECTION, KEY, name, 1.0) for name in names]
+    assert known[0] < known[-1]
+    assert known == sorted(known)
+    assert used < 1.1 * (1 << 18)
