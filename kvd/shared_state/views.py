@@ -76,7 +76,8 @@ class Views:
     ) -> None:
         """`at_rest` is a lock that is held while an entry is applied, from first step to last."""
         self.stats = ViewStats()
-        self.number = 0  # of the last view
+        self.number = 0  # of the last whole view
+        self._begun = 0  # number of the last view that was begun
         self._mirror = mirror
         self._outbox = outbox
         self._faces = faces
@@ -97,10 +98,13 @@ class Views:
             await self._outbox.drain()
             numbers, position, own = progress.whole_numbers(), progress.position, progress.own
             ended = list(progress.ended)
-        number = self.number + 1
+        # A number is used once: the server may have a head whose writing seems to have failed, and
+        # who reads its pieces must not get some of those of a later view.
+        if self._begun != self.number:
+            await client.delete([keys.pieces(progress.writer, self._begun)])
+        self._begun = number = self._begun + 1
         name = keys.pieces(progress.writer, number)
         pieces = size = 0
-        await client.delete([name])
         async with aclosing(self._pieces(ended)) as made:
             async for piece in made:
                 content = piece.packed()

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from kvd.replica_sync.deduplication import Deduplicator
 from kvd.shared_state import mirror
-from kvd.shared_state.entries import Dot, Position
+from kvd.shared_state.entries import Dot, Position, Unreadable
 from kvd.shared_state.keys import Keys
 from kvd.shared_state.merge import Merge
 from kvd.shared_state.outbox import NUMBERED_AT_ONCE
@@ -358,6 +358,33 @@ async def test_a_view_that_the_server_refuses_leaves_nothing_open(
     scene.server.is_full = False
     await writer.views.write(scene.server, Keys("kvd"), 0.0)
     assert writer.views.stats.written == 1
+
+
+async def test_a_view_that_seems_to_have_failed_is_not_mixed_with_the_next(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """The server has its head, but the writer never knows; somebody reads it meanwhile."""
+    writer, reader = scene.make("writer", "reader")
+    writer.book("r0", 0, [1])
+    write_head = scene.server.set
+
+    async def write_without_answer(*arguments: Any, **options: Any) -> None:
+        await write_head(*arguments, **options)
+        raise TimeoutError
+
+    scene.server.set = write_without_answer
+    with pytest.raises(TimeoutError):
+        await writer.views.write(scene.server, Keys("kvd"), 0.0)
+    scene.server.set = write_head
+    head = await read_head(scene.server, Keys("kvd"), "writer")
+    assert head is not None
+    writer.book("r1", 0, [1])
+    await writer.views.write(scene.server, Keys("kvd"), 0.0)
+    with pytest.raises(Unreadable):
+        async for _ in read_pieces(scene.server, Keys("kvd"), "writer", head, ViewStats()):
+            pass
+    await read_view(reader, writer)
+    assert count(reader, "r", 2) == 2
 
 
 async def test_an_end_on_one_face_leaves_the_id_on_another_alone(
