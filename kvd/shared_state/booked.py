@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvd.model import PartitionKey
+from kvd.persistence.bookings import SAME_S
 from kvd.selection.affinity import Affinity
 from kvd.shared_state.entries import ENTRY_BYTES, Name
 from kvd.shared_state.requests import ForeignBooking
@@ -58,6 +59,7 @@ class BookedHere:
         self._journal = journal
         self._clock = clock
         self._eased: set[PartitionKey] = set()  # where waiting selections are to be woken
+        self._prefilled: list[Name] = []  # restored requests of which others do not know that
 
     @property
     def expiry_s(self) -> float:
@@ -94,13 +96,20 @@ class BookedHere:
     def quietly(self, what: Callable[..., Any], *arguments: Any) -> None:
         """Applies something that came from others, and so must not be sent to them again.
 
-        Waiting selections are woken afterwards: their bookings must be sent.
+        Waiting selections are woken afterwards: their bookings must be sent. So must what only this
+        process knows of a restored request.
         """
         self._journal.pause()
         try:
             what(*arguments)
         finally:
             self._journal.resume()
+        while self._prefilled:
+            name = self._prefilled.pop()
+            found = self.find(name.face, name)
+            if found is not None and not found.request.prefill_complete:
+                found.ledger.prefill_complete(name.request_id)
+                self._eased.add(name.key)
         while self._eased:
             key = self._eased.pop()
             for face in self._faces.values():
@@ -126,15 +135,20 @@ class BookedHere:
     def _make_way(self, name: Name, booking: ForeignBooking) -> None:
         """Takes a restored request out of its ledger, since another process describes it anew.
 
-        For its client it stays the same booking, so it keeps its time.
+        For its client it stays the same booking, so it keeps its time, unless its id has been
+        booked again. Its prefill may be complete by a step that was never sent.
         """
         if name not in self.restored:
             return
         self.restored.discard(name)
         found = self.find(name.face, name)
-        if found is not None:
-            found.ledger.free(name.request_id)
+        if found is None:
+            return
+        found.ledger.free(name.request_id)
+        if abs(found.request.admitted_at - booking.booked_at) < SAME_S:
             booking.booked_at = found.request.admitted_at
+            if found.request.prefill_complete:
+                self._prefilled.append(name)
 
     def complete(self, face: Face, name: Name) -> None:
         self._step(face, name, Step.PREFILL_COMPLETE)

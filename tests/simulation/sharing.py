@@ -401,9 +401,16 @@ class Storm(SharingWorld):
             self.replicas.append(self.start(self._away.pop(0)))
 
     def agree(self) -> bool:
-        """Returns whether all have exactly the live requests, in the same state."""
-        first, *others = (replica.live(self.booked) for replica in self.replicas)
-        return first.keys() == self.live.keys() and all(each == first for each in others)
+        """Returns whether all have exactly the live requests, in the same state.
+
+        Output blocks may be lost with the process that had them reported.
+        """
+        first, *others = (replica.booked(self.booked) for replica in self.replicas)
+        return _prefilled(first) == _prefilled(self.live) and all(each == first for each in others)
+
+
+def _prefilled(requests: dict[Request, State]) -> dict[Request, bool]:
+    return {request: is_prefilled for request, (_, _, is_prefilled, _) in requests.items()}
 
 
 class Scene:

@@ -236,6 +236,45 @@ async def test_an_id_that_is_used_again_is_another_request(
     assert count(first, "r", 1) == count(back, "r", 1) == 1
 
 
+async def test_an_id_that_is_used_again_meanwhile_is_as_old_as_its_last_booking(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """Whoever restores the former one would let the later one expire early, for all."""
+    first, second = scene.start("first", "second")
+    first.book("r0", 0, [1])
+    await trio.sleep(5)
+    second.slots.complete(second.tracker, "r0")
+    second.kill()
+    first.slots.end(first.tracker, "r0")
+    await trio.sleep(5)
+    first.book("r0", 0, [1])
+    scene.server.flush()  # so that a view has the later one alone
+    await trio.sleep(LEASE_S)
+    [back] = scene.start("back", before=second)
+    await trio.sleep(20)
+    assert first.live(["r0"]) == back.live(["r0"]) == {"r0": (0, 1, False, 0)}
+    first_at, back_at = (each.tracker.ledger.request("r0").admitted_at for each in (first, back))
+    assert abs(first_at - back_at) < 0.1
+
+
+async def test_a_prefill_that_no_other_was_told_of_outlives_its_process(
+    scene: Scene, autojump_clock: MockClock
+) -> None:
+    """It is completed while the server is away, and its process is killed before it can tell."""
+    first, second = scene.start("first", "second")
+    first.book("r0", 0, [1])
+    await trio.sleep(5)
+    scene.server.is_gone = True
+    second.slots.complete(second.tracker, "r0")
+    second.kill()
+    [back] = scene.start("back", before=second)
+    await trio.sleep(5)
+    scene.server.is_gone = False
+    await trio.sleep(20)
+    for each in first, back:
+        assert each.live(["r0"]) == {"r0": (0, 1, True, 0)}
+
+
 async def test_who_only_reads_knows_what_has_ended_while_it_was_away(
     scene: Scene, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
