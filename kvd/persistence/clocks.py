@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+# Difference from which the wall clock counts as set anew: ages are off by less until then.
+CLOCK_STEP_S = 1.0
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -34,6 +37,14 @@ class ClockReading:
         if earlier.boot and earlier.boot == self.boot:
             return max(0.0, self.monotonic - earlier.monotonic)
         return max(0.0, self.wall - earlier.wall)
+
+    def is_off(self, earlier: ClockReading) -> bool:
+        """Returns whether the wall clock was set since an earlier moment of this boot.
+
+        A suspended machine has the same effect: its monotonic clock stands still.
+        """
+        passed = self.monotonic - earlier.monotonic
+        return abs(self.wall - earlier.wall - passed) > CLOCK_STEP_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class JournalWriter:
         self._synced = 0  # bytes of the file that are on the disk
         self._whole = math.inf  # bytes of the file with everything that was booked at its begin
         self._begun_at = -math.inf  # when the last journal was begun or tried
+        self._moments = ClockReading.now(clock())  # when the last journal was begun
 
     async def run(self) -> None:
         """Writes records until it is cancelled; `finish` writes those that wait then."""
@@ -200,7 +201,8 @@ class JournalWriter:
                 await self.flush()
             if self._has_failed:  # the first time since long, a new journal is tried at once
                 await trio.sleep_until(self._begun_at + RETRY_S)
-            if self._has_failed or self._size > self._bound or self._has_hole():
+            is_due = self._size > self._bound or self._has_hole() or self._is_clock_off()
+            if self._has_failed or is_due:
                 await self.begin()
 
     async def finish(self) -> None:
@@ -230,7 +232,8 @@ class JournalWriter:
         await self.flush()  # to the journal before, which may still be needed
         self._last += 1  # also if this one fails: the next one has another name
         number = self._last
-        header = Header(Content.JOURNAL, self._instance_id, ClockReading.now(self._clock()), number)
+        self._moments = ClockReading.now(self._clock())
+        header = Header(Content.JOURNAL, self._instance_id, self._moments, number)
         try:
             made = await trio.to_thread.run_sync(self._directory.create_journal, header)
         except OSError as error:
@@ -271,6 +274,10 @@ class JournalWriter:
     def _has_hole(self) -> bool:
         """Returns whether records of this journal were dropped because too many waited."""
         return self._journal.dropped != self._dropped
+
+    def _is_clock_off(self) -> bool:
+        """Returns whether ages by the header of this journal will be wrong after another boot."""
+        return ClockReading.now(self._clock()).is_off(self._moments)
 
     def _export(self) -> Iterator[None]:
         """Records everything that is booked; yields after every slice."""

@@ -621,6 +621,32 @@ def test_a_disk_that_syncs_nothing_is_tried_at_intervals_and_reported_once(
     trio.run(main, clock=clock)
 
 
+def test_a_wall_clock_that_is_set_changes_no_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After another boot only that clock can tell how old a booking is."""
+    machine = Clocks(monkeypatch)
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        machine.ahead_s = 86_400.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.run)
+            while process.writer.stats.begun == 1 or len(process.directory.journals()) > 1:  # noqa: ASYNC110
+                await trio.sleep(journal.FLUSH_S)
+            nursery.cancel_scope.cancel()
+        process.die()
+        machine.boot = "another"
+        later = Process(tmp_path, 1)
+        await later.start()
+        (oldest,) = [later.slots.trackers[SLOTS].ledger.oldest()]
+        assert oldest is not None
+        assert later.service.now - oldest < 3600
+        later.die()
+
+    trio.run(main, clock=trio.testing.MockClock(rate=50))
+
+
 def test_hashes_are_those_that_were_booked(tmp_path: Path) -> None:
     async def main() -> None:
         first = Process(tmp_path, 0)
