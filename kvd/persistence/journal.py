@@ -12,7 +12,8 @@ The records are those of requests (kvd_core/ledger/records.pxd), and others by t
 ledgers (kvd.slots.shared_loads), A of retried answers (kvd.selection.retries), S of sessions
 (kvd.selection.affinity), W, H and T of the journal itself (kvd.persistence.bookings).
 
-While the disk is full or faulty, nothing is recorded and the old journals stay as they are. Every
+A disk that hangs is reported after HANGING_S; records wait meanwhile.
+While it is full or faulty, nothing is recorded and the old journals stay as they are. Every
 RETRY_S a new journal is tried, which begins with everything that is booked then.
 """
 
@@ -24,7 +25,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import trio
 
@@ -61,6 +62,9 @@ GROWTH = 4
 EXPORT_BYTES = 64 * 1024  # bookings recorded anew between two checkpoints: 0.1 ms
 EXPORTED_AT_ONCE = 256  # records of ended requests between two checkpoints: 0.2 ms
 RETRY_S = 5.0  # pause before a disk that has failed is tried again
+HANGING_S = 5.0  # time after which a disk that has not answered is reported
+
+T = TypeVar("T")
 
 RECORDS = ord("R")  # kind of the frames of a journal
 
@@ -145,12 +149,33 @@ class JournalWriter:
         self._whole = math.inf  # bytes of the file with everything that was booked at its begin
         self._begun_at = -math.inf  # when the last journal was begun or tried
         self._moments = ClockReading.now(clock())  # when the last journal was begun
+        self._asked: list[float] = []  # since when threads wait for the disk
 
     async def run(self) -> None:
         """Writes records until it is cancelled; `finish` writes those that wait then."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_all)
             nursery.start_soon(self._sync_all)
+            nursery.start_soon(self._watch_disk)
+
+    async def _on_disk(self, what: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in a thread, since it may wait for the disk."""
+        asked_at = trio.current_time()
+        self._asked.append(asked_at)
+        try:
+            return await trio.to_thread.run_sync(what, *arguments)
+        finally:
+            self._asked.remove(asked_at)
+
+    async def _watch_disk(self) -> NoReturn:
+        """Reports a disk that neither takes nor refuses what is written."""
+        while True:
+            await trio.sleep(SYNC_S)
+            if self._is_hanging():
+                self._note_fault(f"the disk has not answered for {HANGING_S:g} s")
+
+    def _is_hanging(self) -> bool:
+        return bool(self._asked) and min(self._asked) < trio.current_time() - HANGING_S
 
     async def _sync_all(self) -> NoReturn:
         """Syncs the file to the disk every SYNC_S, however long that takes: nobody waits for it."""
@@ -170,22 +195,21 @@ class JournalWriter:
         # A new journal may be begun while the thread works.
         file, size, number = os.dup(self._file), self._size, self._number
         try:
-            await trio.to_thread.run_sync(self._put_on_disk, number, file, self._synced != size)
+            await self._on_disk(self._put_on_disk, number, file, self._synced != size)
         finally:
             os.close(file)
-        if self._synced == size:
-            return
         if self._synced == 0:
-            await trio.to_thread.run_sync(sync_directory, self._directory.path)
-        if number != self._number:
+            await self._on_disk(sync_directory, self._directory.path)
+        if number != self._number or self._has_failed:
             return
-        self._synced = size
+        is_longer, self._synced = self._synced != size, size
         if size < self._whole:
             return
-        if self.error is not None:
+        if self.error is not None and not self._is_hanging():
             log.info("state_journal_resumed", path=str(self._directory.path))
             self.error = None
-        await trio.to_thread.run_sync(self._directory.drop_journals, number)
+        if is_longer:
+            await self._on_disk(self._directory.drop_journals, number)
 
     def _put_on_disk(self, number: int, file: int, has_unsynced: bool) -> None:
         """In a thread: syncs a journal, and checks that the next start will find it."""
@@ -235,7 +259,7 @@ class JournalWriter:
         self._moments = ClockReading.now(self._clock())
         header = Header(Content.JOURNAL, self._instance_id, self._moments, number)
         try:
-            made = await trio.to_thread.run_sync(self._directory.create_journal, header)
+            made = await self._on_disk(self._directory.create_journal, header)
         except OSError as error:
             self._failed(error)
             return
@@ -262,14 +286,14 @@ class JournalWriter:
             return
         await self.flush()
         if self._has_failed and is_behind_hole:  # a part of it is of no use, and takes room
-            await trio.to_thread.run_sync(self._directory.drop_journal, number)
+            await self._on_disk(self._directory.drop_journal, number)
         if self._has_failed or self._has_hole():
             return
         self._bound = max(MAX_JOURNAL_BYTES, GROWTH * self._size)
         self._whole = self._size
         self.stats.begun += 1
         if before is not None:  # it never reached the disk, and the process needs the new one alone
-            await trio.to_thread.run_sync(self._directory.drop_journal, before)
+            await self._on_disk(self._directory.drop_journal, before)
 
     def _has_hole(self) -> bool:
         """Returns whether records of this journal were dropped because too many waited."""
@@ -306,7 +330,7 @@ class JournalWriter:
         records = self._journal.take()
         try:
             with trio.CancelScope(shield=True):  # or the records that were taken would be lost
-                await trio.to_thread.run_sync(self._append, self._file, records)
+                await self._on_disk(self._append, self._file, records)
         except OSError as error:
             self.stats.lost_bytes += len(records)
             self._failed(error)
@@ -328,11 +352,13 @@ class JournalWriter:
     def _failed(self, error: OSError) -> None:
         """Notes a fault; the file stays open until the next journal, since a thread may use it."""
         self.stats.failures += 1
-        reason = error.strerror or str(error)
+        self._note_fault(error.strerror or str(error))
+        self._has_failed = True
+
+    def _note_fault(self, reason: str) -> None:
         if self.error is None:
             log.warning("state_journal_failed", path=str(self._directory.path), reason=reason)
         self.error = reason
-        self._has_failed = True
 
     def _close(self) -> None:
         if self._file is not None:

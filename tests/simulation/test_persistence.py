@@ -14,13 +14,13 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import trio
@@ -643,6 +643,45 @@ def test_a_wall_clock_that_is_set_changes_no_age(
         assert oldest is not None
         assert later.service.now - oldest < 3600
         later.die()
+
+    trio.run(main, clock=trio.testing.MockClock(rate=50))
+
+
+@pytest.mark.parametrize("what", ["write", "sync"])
+def test_a_disk_that_hangs_is_reported(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither takes nor refuses what is written, so no write fails."""
+    caplog.set_level("INFO")
+    goes_on = Event()
+
+    def hanging(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: goes_on.wait() and call(*arguments)
+
+    async def main() -> None:
+        process = await booked_and_written(tmp_path)
+        if what == "sync":
+            monkeypatch.setattr(os, "fdatasync", hanging(os.fdatasync))
+        else:
+            await process.writer.sync()
+            monkeypatch.setattr(journal, "put", hanging(journal.put))
+            tracker = process.slots.trackers[SLOTS]
+            process.slots.add(tracker, "r2", 1, 0, scanned([5]), 9, process.service.now, None)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.writer.run)
+            while process.writer.error is None:  # noqa: ASYNC110 - a thread writes
+                await trio.sleep(journal.FLUSH_S)
+            assert "has not answered" in process.writer.error
+            await trio.sleep(3 * journal.SYNC_S)
+            assert [each.getMessage() for each in caplog.records] == ["state_journal_failed"]
+            goes_on.set()
+            while process.writer.error is not None:  # noqa: ASYNC110 - a thread writes
+                await trio.sleep(journal.FLUSH_S)
+            nursery.cancel_scope.cancel()
+        assert process.writer.stats.failures == 0
+        process.die()
+        assert await has_it(tmp_path)
+        assert caplog.records[1].getMessage() == "state_journal_resumed"
 
     trio.run(main, clock=trio.testing.MockClock(rate=50))
 
