@@ -1,6 +1,6 @@
 """Fills the index at the start: from a fresh snapshot, else a peer, else an older snapshot.
 
-state directory ── a snapshot, not too old? ── yes ──────────────────────────> index
+state directory ── a snapshot, not too old, with blocks? ── yes ─────────────> index
                       │ no                                                       ^
 peers of the settings, replicas that share our state ── the dump of one of them ─┤
                       │ none has anything                                        │
@@ -60,7 +60,7 @@ class IndexFiller:
 
     async def fill(self) -> None:
         """Fills the index from the first source that has something; it stays empty without one."""
-        if await self._keeper.has_fresh_index() and await self._restore():
+        if await self._keeper.has_fresh_index() and await self._restore(unless_empty=True):
             return
         peers = await self._peers()
         if peers and await self._recover(peers):
@@ -68,9 +68,12 @@ class IndexFiller:
         else:
             await self._restore()
 
-    async def _restore(self) -> bool:
-        """Fills the index from the state directory; returns False if that has nothing of use."""
-        blocks = await RECOVERY.steps_of(self._keeper.restore_index())
+    async def _restore(self, *, unless_empty: bool = False) -> bool:
+        """Fills the index from the state directory; returns False if that has nothing of use.
+
+        A process that ended before its engines came has left a snapshot without blocks.
+        """
+        blocks = await RECOVERY.steps_of(self._keeper.restore_index(unless_empty=unless_empty))
         if blocks is None:
             return False
         self._parts.selections.readiness.note_recovery(Recovery.DONE, blocks)

@@ -27,7 +27,7 @@ class NoKeeper:
         """Returns False."""
         return False
 
-    async def restore_index(self) -> int | None:
+    async def restore_index(self, *, unless_empty: bool = False) -> int | None:
         """Returns None: there is no snapshot."""
         return None
 

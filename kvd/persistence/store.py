@@ -186,16 +186,19 @@ class Keeper:
         """Starts without the snapshot, which the next snapshot will replace."""
         self._restored_index.set()
 
-    async def restore_index(self) -> int | None:
+    async def restore_index(self, *, unless_empty: bool = False) -> int | None:
         """Fills the index from the snapshot, while faces serve.
 
-        Returns the number of blocks, or None if there is no usable snapshot.
+        Returns the number of blocks, or None if there is no usable snapshot, or one without blocks
+        is not wanted yet.
         """
         path = self._directory.file(Content.INDEX)
         began = self._clock()
         self._state.begin_recovery()
         try:
             found = await snapshot.read(path)
+            if unless_empty and not found.blocks:
+                return None
             planned = await planned_of(self._state, found.entries)
             restoring = Restoring(self._state, self._publishers, found.holdings)
         except FileNotFoundError:

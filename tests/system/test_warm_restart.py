@@ -136,6 +136,20 @@ def test_an_engine_at_another_address_is_another(tmp_path: Path) -> None:
         kvd.stop()
 
 
+def test_a_peer_is_asked_where_the_snapshot_is_empty(tmp_path: Path) -> None:
+    """A process that is stopped before its engines come leaves one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    with engine_of() as engine, kvd_of(there) as full, kvd_of(here) as kvd:
+        settle(full, engine)
+        kvd.stop()
+        assert (kvd.state / "index").exists()
+        kvd.flags.append(f"--peers={full.url('indexer', '')}")
+        kvd.start()
+        wait(lambda: len(kvd.paths()) == len(engine.cache))
+
+
 def test_registrations_of_all_faces_come_back(tmp_path: Path) -> None:
     with engine_of() as engine, kvd_of(tmp_path) as kvd:
         kvd.register(engine)
