@@ -1,4 +1,5 @@
-// Reads what distinguishes blocks of equal tokens: a cache salt, and the images or sounds in them.
+// Reads what distinguishes blocks of equal tokens: a cache salt, and the images, sounds or
+// embeddings in them.
 //
 //   extra_keys      [nil, ["adapter", ["<64 hex digits>", -12], "salt"], ...]    one entry a block
 //   block_mm_infos  [nil, {"mm_objects": [{"mm_hash": u64}, ...]}, ...]          likewise
@@ -179,8 +180,8 @@ class BlockIdentity {
   }
 
   // Reads vLLM's list of a block, in this order: adapter, [item id, offset]..., salt (block 0
-  // only). A list with anything but texts and such pairs is ignored: it is not vLLM's, and its
-  // bare texts need not be salts.
+  // only), digest of the block's prompt embeddings. A list with anything but texts, such pairs and
+  // bytes is ignored: it is not vLLM's, and its bare texts need not be salts.
   bool read_keys(Cursor& in, bool first) {
     uint32_t count;
     if (in.nil()) return true;
@@ -188,6 +189,7 @@ class BlockIdentity {
     const size_t before = scratch_.mm.size();
     StoredEvent& event = pending_->event;
     std::string_view adapter = event.lora_name, bare, tagged, text;
+    Integer offset;
     bool plain = true;
     for (; count != 0 && !in.broken(); --count) {
       if (in.text(&text)) {
@@ -200,8 +202,12 @@ class BlockIdentity {
         } else if (bare.empty()) {
           bare = text;
         }
-      } else if (take_item(in, &text)) {
+      } else if (in.bin(&text)) {
         scratch_.mm.push_back(item_hash(text));
+      } else if (take_item(in, &text, &offset)) {
+        // Where a hash covers tokens behind its block, vLLM also names what begins in these.
+        if (offset.negative || offset.bits < event.block_size)
+          scratch_.mm.push_back(item_hash(text));
       } else {
         plain = false;
       }
@@ -214,11 +220,10 @@ class BlockIdentity {
   }
 
   // Takes [id, offset]; skips any other value and returns false.
-  static bool take_item(Cursor& in, std::string_view* id) {
+  static bool take_item(Cursor& in, std::string_view* id, Integer* offset) {
     const uint8_t* start = in.at();
     uint32_t count;
-    Integer offset;
-    if (in.array(&count) && count == 2 && in.text(id) && in.integer(&offset)) return true;
+    if (in.array(&count) && count == 2 && in.text(id) && in.integer(offset)) return true;
     in.back_to(start);
     in.skip();
     return false;
@@ -235,7 +240,8 @@ class BlockIdentity {
            std::all_of(text.begin(), text.end(), [](char c) { return hex_digit(c) >= 0; });
   }
 
-  // Newer Dynamo uses the first 16 digits of a digest; for other ids there is no common rule.
+  // Newer Dynamo uses the first 16 digits of a digest; for other ids, and for bytes, there is no
+  // common rule.
   static uint64_t item_hash(std::string_view id) {
     if (!is_digest(id)) return xxh3(id.data(), id.size(), 0);
     uint64_t hash = 0;

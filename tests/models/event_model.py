@@ -258,7 +258,7 @@ def stored(members: dict[str, Any], tail: dict[str, Any]) -> dict[str, object]:
         raise Refused("block_size")
     common = shared(members | tail)
     lora_name, salt = adapter(members)
-    extra_salt, mm = identity(members, tail, lora_name, len(block_hashes))
+    extra_salt, mm = identity(members, tail, lora_name, len(block_hashes), block_size)
     lora_id = members.get("lora_id")
     origin = members.get("origin")
     return common | {
@@ -289,7 +289,7 @@ def adapter(members: dict[str, Any]) -> tuple[str, str]:
 
 
 def identity(
-    members: dict[str, Any], tail: dict[str, Any], lora_name: str, blocks: int
+    members: dict[str, Any], tail: dict[str, Any], lora_name: str, blocks: int, block_size: int
 ) -> tuple[str, list[list[int]]]:
     """Returns the salt in the first block's extra_keys, and the objects of each block, sorted."""
     infos = members.get("block_mm_infos", tail.get("block_mm_infos", []))
@@ -302,7 +302,7 @@ def identity(
         if "block_mm_infos" in members:
             raise
         explicit = []
-    read_keys = [keys(entry, lora_name) for entry in extra[:blocks]]
+    read_keys = [keys(entry, lora_name, block_size) for entry in extra[:blocks]]
     salt = read_keys[0][0] if read_keys else ""
     found = explicit if any(explicit) else [ids for _, ids in read_keys]
     return salt, [sorted(ids) for ids in found] + [[] for _ in range(blocks - len(found))]
@@ -320,14 +320,15 @@ def mm_info(entry: object) -> list[int]:
     return [value % 2**64 for value in values]
 
 
-def keys(entry: object, lora_name: str) -> tuple[str, list[int]]:
+def keys(entry: object, lora_name: str, block_size: int) -> tuple[str, list[int]]:
     if entry is None:
         return "", []
     if not is_list(entry):
         raise Refused("field_type")
-    if not all(isinstance(item, str) or is_item(item) for item in entry):
+    if not all(isinstance(item, str | bytes) or is_item(item) for item in entry):
         return "", []
-    ids = [item_hash(item[0]) for item in entry if is_list(item)]
+    ids = [item_hash(item[0]) for item in entry if is_list(item) and item[1] < block_size]
+    ids += [item_hash(item) for item in entry if isinstance(item, bytes)]
     texts = [item for item in entry if isinstance(item, str)]
     if lora_name and lora_name in texts:
         texts.remove(lora_name)
@@ -350,7 +351,8 @@ def is_digest(text: str) -> bool:
     return len(text) == 64 and all(digit in "0123456789abcdefABCDEF" for digit in text)
 
 
-def item_hash(text: str) -> int:
+def item_hash(item: str | bytes) -> int:
+    text = item if isinstance(item, str) else item.decode("utf-8", "surrogateescape")
     if is_digest(text):
         return int(text[:16], 16)
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape"))

@@ -487,19 +487,26 @@ def test_no_lora_id_costs_an_event(lora_id, seen):
         ({"extra_keys": [["a", "a"]], "lora_name": "a"}, "a", None),
         ({"extra_keys": [["x", "dynamo-cache-salt:s"]]}, "s", None),
         ({"extra_keys": [["dynamo-cache-salt:"]]}, "", None),
-        ({"extra_keys": [[[DIGEST, -12], "s"], [["cat", 4], DIGEST]]}, "s", "both"),
+        ({"extra_keys": [[[DIGEST, -12], "s"], [["cat", 3], DIGEST]]}, "s", "both"),
         ({"extra_keys": [[DIGEST]], "parent_block_hash": 5}, "", "first"),
         ({"extra_keys": [[DIGEST], None, [DIGEST]]}, "", "first"),
         ({"extra_keys": [["abc", 1, -1, 1.5, True], [DIGEST, None]]}, "", None),
-        ({"extra_keys": [[DIGEST, b"digest"], [[DIGEST, 1, 2]]]}, "", None),
+        ({"extra_keys": [[DIGEST, {}], [[DIGEST, 1, 2]]]}, "", None),
+        ({"extra_keys": [["s", b"cat"], [b""]]}, "s", "embeddings"),
+        ({"extra_keys": [[[DIGEST, 3], ["cat", 4]], [["cat", 5]]]}, "", "first"),
         ({"extra_keys": [[DIGEST]], "block_mm_infos": [None, None]}, "", "first"),
         ({"extra_keys": [["s", DIGEST]], "block_mm_infos": [{"mm_objects": []}]}, "s", "first"),
     ],
 )
 def test_what_tells_equal_tokens_apart(members, salt, mm):
     event = agrees(batch(stored(block_hashes=[1, 2]) | members)).events[0]
-    digest, cat = 0x0011223344556677, event_model.item_hash("cat")
-    objects = {"both": [[digest], sorted([cat, digest])], "first": [[digest], []], None: None}
+    digest, cat, empty = 0x0011223344556677, *map(event_model.item_hash, ("cat", ""))
+    objects = {
+        "both": [[digest], sorted([cat, digest])],
+        "first": [[digest], []],
+        "embeddings": [[cat], [empty]],
+        None: None,
+    }
     assert (event["salt"], event["mm"]) == (salt, objects[mm])
 
 
@@ -581,7 +588,8 @@ def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 TEXTS = st.sampled_from(["", "a", "s", DIGEST, "dynamo-cache-salt:x", "dynamo-cache-salt:", "cat"])
-ITEMS = mostly(st.one_of(TEXTS, st.tuples(TEXTS, INTEGERS)))
+OFFSETS = st.one_of(INTEGERS, st.integers(-20, 20))
+ITEMS = mostly(st.one_of(TEXTS, st.tuples(TEXTS, OFFSETS), st.binary(max_size=40)))
 OBJECTS = st.lists(st.fixed_dictionaries({"mm_hash": INTEGERS}), max_size=3)
 INFO = st.fixed_dictionaries({"mm_objects": OBJECTS})
 
