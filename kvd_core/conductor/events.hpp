@@ -43,6 +43,8 @@ inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, Store
   hash_tokens(e, space);
   names_.resize(e.n);
   for (uint32_t i = 0; i < e.n; ++i) names_[i] = name_of(*source, e.hashes[i], space, e.by_engine);
+  const bool recalled = e.by_engine && e.layer != kDeviceLayer &&
+                        index_.recall_content(id, names_.data(), e.n, locals_.data());
   Store s{names_.data(),
           locals_.data(),
           e.n,
@@ -50,7 +52,7 @@ inline Conductor::StoreOutcome Conductor::store(Source* source, RankId id, Store
           name_of(*source, e.parent, space, e.by_engine),
           e.layer,
           0,
-          plain_.data(),
+          recalled ? nullptr : plain_.data(),
           space};
   if (e.n == 0) return StoreOutcome::PLACED;
   if (index_.refers_to_itself(s)) {
@@ -133,7 +135,16 @@ inline void Conductor::clear(Source* source, RankId id, LayerMask mask, uint64_t
 inline Conductor::Parent Conductor::parent_of(const Source& source, RankId id,
                                               const StoredBlocks& e) {
   Parent parent{kNone, e.space, 0};
-  if (!e.has_parent || e.n == 0) return parent;
+  if (e.n == 0) return parent;
+  if (!e.has_parent) {
+    // A block that is offloaded is of the namespace that it was announced in before.
+    const uint32_t slot = e.by_engine && e.inherits && e.layer != kDeviceLayer
+                              ? index_.ranks_[id].names.find(e.hashes[0], keys())
+                              : Names::kAbsent;
+    if (slot != Names::kAbsent)
+      parent.space = sequences().space_of(keys().block(index_.ranks_[id].names.value(slot)));
+    return parent;
+  }
   parent.block = meaning(source, id, e.parent, e.space, e.by_engine);
   if (parent.block != kNone) {
     if (e.inherits) parent.space = sequences().space_of(parent.block);

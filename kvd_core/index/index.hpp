@@ -289,6 +289,23 @@ class Index {
   bool store_named(RankId id, const uint64_t* names, uint32_t n, LayerId layer, bool has_parent,
                    uint32_t still = 0, Origin origin = Origin::UNKNOWN);
 
+  // Writes over the local hashes of blocks that are to be stored on a lower tier those that the
+  // rank's names for them have already; true if any changes. Engines announce what they offload
+  // without its salt, images or adapter, which are part of the content; but the name stands for the
+  // same block.
+  bool recall_content(RankId id, const uint64_t* names, size_t n, uint64_t* locals) const {
+    bool changes = false;
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t slot = ranks_[id].names.find(names[i], keys());
+      if (slot == Names::kAbsent) continue;
+      const Block b = tree_.block(keys().block(ranks_[id].names.value(slot)));
+      const uint64_t known = tree_.node(b.node).chain.local()[b.offset];
+      changes = changes || locals[i] != known;
+      locals[i] = known;
+    }
+    return changes;
+  }
+
   // Takes a layer from the block that the rank calls `name`.
   void remove(RankId id, uint64_t name, LayerId layer);
   // The same where the engine says how many copies it has left: that many are kept, whatever it has

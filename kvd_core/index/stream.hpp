@@ -433,7 +433,7 @@ class Stream {
     const size_t n = std::min<size_t>(whole, to) - std::min<size_t>(whole, from);
     const bool has_parent = from != 0 || e.has_parent;
     const uint64_t parent = from != 0 ? e.hashes[from - 1] : e.parent;
-    const uint64_t inherited = prompt_term(e, has_parent, parent);
+    const uint64_t inherited = prompt_term(e, has_parent, parent, layer);
     const uint64_t seed = local_hash_seed(e.lora_name, {}) + inherited;
     const uint32_t* content = e.tokens + from * size;
     std::vector<uint64_t>& locals = batch_.scratch().locals;
@@ -441,7 +441,9 @@ class Stream {
     Store run{e.hashes + from, locals.data(), static_cast<uint32_t>(n), has_parent, parent,
               layer,           inherited};
     run.origin = e.origin;
-    if (index_.sequences() != nullptr) add_plain(e, content, from, n, seed, run);
+    const bool recalled =
+        layer != kDeviceLayer && index_.recall_content(rank_, run.names, n, locals.data());
+    if (index_.sequences() != nullptr && !recalled) add_plain(e, content, from, n, seed, run);
     stores_ = stores_ || n != 0;
     if (index_.store(rank_, run)) return true;
     return no_room();
@@ -480,12 +482,17 @@ class Stream {
 
   // The hash term of the prompt. An engine says it once, with the prompt's first block, and it
   // holds for all blocks below: the cache salt, and the adapter if it is known by number alone,
-  // which counts as one named "#number".
-  uint64_t prompt_term(const StoredEvent& e, bool has_parent, uint64_t parent) {
+  // which counts as one named "#number". It need not be said again of a block that is offloaded.
+  uint64_t prompt_term(const StoredEvent& e, bool has_parent, uint64_t parent, LayerId layer) {
     if (e.names_salts || !e.salt.empty()) index_.rank(rank_).salted = true;
-    if (!has_parent) return salt_term(e.salt) + numbered_adapter_term(e);
-    const uint64_t above = index_.term_of(rank_, parent);
-    return above != 0 ? above : salt_term(e.salt);
+    uint64_t known = 0;
+    if (has_parent) {
+      known = index_.term_of(rank_, parent);
+    } else if (layer != kDeviceLayer && e.n_hashes != 0) {
+      known = index_.term_of(rank_, e.hashes[0]);
+    }
+    if (known != 0) return known;
+    return salt_term(e.salt) + (has_parent ? 0 : numbered_adapter_term(e));
   }
 
   static uint64_t numbered_adapter_term(const StoredEvent& e) {

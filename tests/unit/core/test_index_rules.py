@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvd_core.base.hashing import local_hash_mm, local_hashes
 from kvd_core.index.prefix_index import MAX_BLOCKS, IngestStats, PrefixIndex, Worker
 from kvd_core.json.scan import BodyScanner
 
@@ -209,3 +210,39 @@ def test_salts_take_memory_only_while_blocks_have_them() -> None:
         assert salted.stats()["exceptions"] == left
         assert extra() <= full * left // blocks + 2048
     assert extra() < 100
+
+
+def test_offloaded_blocks_stay_what_they_are() -> None:
+    """vLLM's connectors announce what they offload without salt, images and adapter."""
+    index, worker = make()
+    stream = worker.stream(0)
+    salted = stored(1, 1, extra_keys=[["s"]]), stored(2, 2, 1)
+    adapted = stored(11, 1, lora_name="a", lora_id=7), stored(12, 2, 11, lora_name="a", lora_id=7)
+    numbered = stored(21, 1, lora_id=7), stored(22, 2, 21)
+    pictured = stored(31, 1, block_mm_infos=[{"mm_objects": [{"mm_hash": 77}]}]), stored(32, 2, 31)
+    stream.apply(batch(*salted, *adapted, *numbered, *pictured))
+    tokens = [1] * BLOCK + [2] * BLOCK + [3] * BLOCK
+    prompts = [
+        local_hashes(tokens, BLOCK, None, "s"),
+        local_hashes(tokens, BLOCK, "a"),
+        local_hashes(tokens, BLOCK, "#7"),
+        [local_hash_mm(tokens[:BLOCK], [77]), *local_hashes(tokens[BLOCK:], BLOCK)],
+        local_hashes(tokens, BLOCK),
+    ]
+
+    def depths() -> list[tuple[int, int, int]]:
+        index.verify()
+        return [index.match(prompt)[0].get((1, 0), (0, 0, 0)) for prompt in prompts]
+
+    assert depths() == [(2, 2, 2)] * 4 + [(0, 0, 0)]
+    for medium in ("CPU", "STORAGE"):
+        for first in (1, 11, 21, 31):
+            plain = stored(first, 0, medium=medium)
+            names = {"block_hashes": [first, first + 1], "token_ids": tokens[: 2 * BLOCK]}
+            stream.apply(batch(plain | names, stored(first + 2, 3, first + 1, medium=medium)))
+    assert depths() == [(2, 3, 3), (2, 2, 2), (2, 3, 3), (2, 3, 3), (0, 0, 0)]
+    removed = {"type": "BlockRemoved", "block_hashes": [1, 11, 21, 31]}
+    stream.apply(batch(removed))
+    assert depths() == [(0, 3, 3), (0, 2, 2), (0, 3, 3), (0, 3, 3), (0, 0, 0)]
+    stream.apply(batch({**stored(9, 9, medium="CPU"), "block_hashes": []}))
+    assert depths()[0] == (0, 3, 3)

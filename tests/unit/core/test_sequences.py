@@ -135,6 +135,31 @@ def test_the_text_before_an_image_has_the_sequence_hashes_of_text(
     assert conductor.match_hashes(hashes, *scope)["7"]["GPU"] == 12
 
 
+@pytest.mark.parametrize("seed", [DEFAULT_SEED, 42])
+def test_what_an_engine_offloads_is_what_it_was(seed: int) -> None:
+    """vLLM's connectors announce what they offload without salt, images and adapter."""
+    index = PrefixIndex(4, IngestStats())
+    conductor = Conductor(index, seed)
+    events = conductor.add_source("v", "", "", 0, False).engine_events("", "")
+    hashes = sequence_hashes(list(range(8)), 4, seed)
+    base = {"type": "BlockStored", "parent_block_hash": None, "block_size": 4, "group_idx": 0}
+    base["token_ids"] = list(range(8))
+    image = [None, [["i", 0]]]
+    prompts = ({"extra_keys": [["s"], None]}, {"lora_name": "a"}, {"extra_keys": image})
+    for first, members in zip((11, 21, 31), prompts, strict=True):
+        names = {"block_hashes": [first, first + 1]}
+        events.apply(msgpack.packb([0.0, [base | names | members | {"medium": "GPU"}]]))
+        events.apply(msgpack.packb([0.0, [base | names | {"medium": "CPU"}]]))
+        conductor.verify()
+        index.verify()
+    for scope, depth in ((("", "s"), 8), (("a", ""), 8), (("", ""), 4)):
+        for row in (
+            conductor.match_tokens(range(8), *scope)["v"],
+            conductor.match_hashes(hashes, *scope)["v"],
+        ):
+            assert (row["GPU"], row["CPU"]) == (depth, depth)
+
+
 def test_pairs_of_tokens_do_not_have_the_sequence_hashes_of_text() -> None:
     index = PrefixIndex(4, IngestStats())
     conductor = Conductor(index)
