@@ -8,8 +8,8 @@ A long batch is applied in slices. `apply` leaves it `unfinished`, and the task 
 until it is not, before anything else of the stream; other tasks run in between. If the task ends
 before that, the next task of the stream finishes the batch, or the registration ends and drops it.
 
-Three methods report what was found out about the engine: `engine_proved`, `engine_unknown` and
-`engine_restarted`.
+Four methods report what was found out about the engine: `engine_proved`, `engine_unknown`,
+`met_another` and `engine_restarted`.
 """
 
 from __future__ import annotations
@@ -284,6 +284,14 @@ class AppliedBatches(Applier):
         self.unproved = False
         self._losses.lose(UNKNOWN, self.cursor.expected)
         self.cursor.rejoined()
+
+    def met_another(self, seq: int) -> None:
+        """Notes a batch that is not the engine's, as when two publish at one address.
+
+        What that one caches is unknown. If it turns out to have taken the engine's place,
+        `engine_restarted` forgets the loss.
+        """
+        self._losses.lose(f"batch {seq} is of another engine", self.cursor.expected)
 
     def await_proof(self, *, can_be_proved: bool) -> None:
         """Notes that the engine has yet to prove that it is the one of the previous process.

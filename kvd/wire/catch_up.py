@@ -91,6 +91,8 @@ class CatchUp:
         verdict = cursor.judge(seq, payload, same=is_same)
         if verdict is Verdict.STALE:
             self._stats.stale += 1
+            if cursor.suspects_another:
+                self._batches.met_another(seq)
             self.held = None
             return verdict
         self._asked_at = self._answering_at = self._stats.losses

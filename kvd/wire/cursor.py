@@ -29,8 +29,10 @@ batches in a row, with consecutive numbers, to conclude a restart:
 Where batches name their publisher, the name decides: another publisher is another engine, whatever
 the number (`EventStream.meet`), and a passed number of the same publisher is always an old batch.
 
-Any other batch between them, even a duplicate, ends a row. A restart concluded in error costs a
-replay from 0, while an unnoticed one would credit a dead cache; so doubt counts as a restart.
+Any other batch between them, even a duplicate, ends a row. While no restart is concluded, an
+"other" batch degrades the stream: two engines may publish behind one address. A restart concluded
+in error costs a replay from 0, while an unnoticed one would credit a dead cache; so doubt counts as
+a restart.
 """
 
 from __future__ import annotations
@@ -115,6 +117,11 @@ class Cursor:
             self._row, self._row_at = range(seq, seq + 1), self.expected
         decided = seq + 1 - self._row.start >= self._needed()
         return Verdict.RESTART if decided else Verdict.STALE
+
+    @property
+    def suspects_another(self) -> bool:
+        """Whether the batch judged last, if stale, can be no old batch of this engine."""
+        return bool(self._row)
 
     def skip_to(self, seq: int) -> None:
         """Counts the numbers before `seq` as lost; then `recent` is to note its batch."""

@@ -383,6 +383,25 @@ async def test_behind_a_proxy_no_connection_is_lost(
     assert (listening.listener.stats.restarts, engine.server.requests) == (1, [0])
 
 
+async def test_another_engine_at_the_same_address_degrades(
+    engine: Engine, context: zmq.Context, nursery: trio.Nursery
+) -> None:
+    """Two publish behind one proxy: the blocks of the one that is not listened to are unknown."""
+    listening = await listen(engine, context, nursery)
+    for seq in range(4):
+        for life in (0, 1):
+            engine.life = life
+            engine.send(seq)
+    await until(lambda: listening.listener.stats.stale == 4)
+    assert listening.applied == [b"%d of life 0" % seq for seq in range(4)]
+    assert health_and_restarts(listening) == ("degraded", 0)
+    assert listening.listener.loss == "batch 3 is of another engine"
+    engine.life = 2
+    engine.send(0, 1)
+    await until(lambda: now_held(listening) == engine.batches(2))
+    assert health_and_restarts(listening) == ("exact", 1)
+
+
 async def test_late_duplicates_are_no_restart(
     engine: Engine, context: zmq.Context, nursery: trio.Nursery
 ) -> None:

@@ -173,8 +173,16 @@ def test_no_disorder_of_one_engine_is_a_restart(seed: int) -> None:
     cursor = Cursor()
     arriving = sorted(range(2000), key=lambda seq: seq + chance.random() * 40)
     arriving = [seq for seq in arriving for _ in range(chance.choice((1, 1, 2)))]
-    verdicts = play(cursor, *old(*arriving))
-    assert RESTART not in verdicts
+    for seq in arriving:
+        (verdict,) = play(cursor, *old(seq))
+        assert verdict != RESTART and not cursor.suspects_another
+
+
+def test_a_batch_of_another_engine_is_suspected_until_the_next_one_is_judged() -> None:
+    cursor = at(range(60))
+    for batches, suspected in ((new(59), True), (old(59), False), (new(0), True)):
+        assert (play(cursor, *batches), cursor.suspects_another) == ([STALE], suspected)
+    assert (play(cursor, *new(1)), cursor.suspects_another) == ([RESTART], False)
 
 
 @pytest.mark.parametrize("seed", range(20))
