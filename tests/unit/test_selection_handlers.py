@@ -501,6 +501,7 @@ TOO_LONG = "[" + "1," * (MAX_NESTED_BYTES // 2) + "1]"
         (SELECT, usual(sequence_hashes="null"), "sequence_hashes is required, or token_ids"),
         (SELECT, usual(isl_tokens="null"), "isl_tokens is required, or token_ids"),
         (SELECT, usual(isl_tokens="0"), "isl_tokens must be greater than 0"),
+        (SELECT, usual(token_ids="[1]", isl_tokens='"8"'), "isl_tokens: expected a whole number"),
         (SELECT, usual(block_hashes="[1]"), "block_hashes length 1 must match"),
         (SELECT, usual(expected_output_tokens="-1"), "expected_output_tokens: expected a number"),
         (SELECT, usual(strict_priority='"x"'), "strict_priority: expected a whole number"),

@@ -142,6 +142,8 @@ cdef class PromptReader(BodyReader):
 
     cdef int read_tokens(self, selections) except -1:
         self.by_tokens = True
+        if not self.is_unset(kIslTokens):
+            self.uint(kIslTokens, kMaxIslTokens)  # only checked: the tokens are counted
         self.isl_tokens = self.core.narrow(kTokenIds).size()
         self.read_flavour()
         self.unique = None
