@@ -292,6 +292,6 @@ def read_placement(answer: bytes) -> Placement:
 
 def _placement_of(members: Mapping[str, Any]) -> Placement:
     chosen = members["worker_id"], members["dp_rank"], members["effective_prefill_tokens"]
-    if not all(isinstance(each, int) for each in chosen):
+    if not all(type(each) is int and each >= 0 for each in chosen):  # a bool is none
         raise TypeError("not a placement")
     return Placement(*chosen)

@@ -495,6 +495,8 @@ async def test_what_is_no_kvd_is_not_asked(tmp_path: Path, status: int, body: by
         {"worker_id": []},
         {"dp_rank": "0"},
         {"effective_prefill_tokens": None},
+        {"dp_rank": True},
+        {"effective_prefill_tokens": -1},
         {"prefill": {"worker_id": 2, "dp_rank": 0.5, "effective_prefill_tokens": 8}},
     ],
 )
