@@ -45,6 +45,7 @@ GATEWAY_HEADER = b"x-kvd-gateway"
 GATEWAYS = "kvd_gateways"
 MAX_COUNT = 10**18 - 1  # of tokens or blocks, as WHOLE reads it from metrics
 MAX_RANKS = 4096  # ranks that one engine may report
+MAX_VERSION = 100  # characters of an engine's version that are kept and shown
 
 
 class NotAnEngine(Exception):
@@ -165,7 +166,7 @@ class Probe:
         blocks = first.get("num_gpu_blocks")  # of all ranks of this server together
         return Facts(
             EngineKind.VLLM,
-            version,
+            version[:MAX_VERSION],
             models,
             first.get("block_size") or DEFAULT_BLOCK_SIZE,
             None if blocks is None else blocks // len(ranks),
@@ -194,7 +195,7 @@ class Probe:
                     replays[rank] = self._reachable(f"tcp://{host}:{replay + rank}")
             block_size = _positive(kv_events.get("block_size")) or block_size
         blocks = tokens // block_size if tokens else None
-        version = str(info.get("version") or "")
+        version = str(info.get("version") or "")[:MAX_VERSION]
         models = tuple(
             # By its name alone it would silently be the base model.
             replace(each, name=f"{each.parent}:{each.adapter}") if each.adapter else each

@@ -9,7 +9,14 @@ import trio
 
 from kvd.gateway.answers import first_error
 from kvd.gateway.heads import read_head
-from kvd.gateway.probing import EngineKind, Facts, NotAnEngine, Probe, cache_configs
+from kvd.gateway.probing import (
+    MAX_VERSION,
+    EngineKind,
+    Facts,
+    NotAnEngine,
+    Probe,
+    cache_configs,
+)
 from kvd.gateway.requests import Api, longest_ids, read
 from kvd.gateway.stats import TokenSource
 from kvd.gateway.tokens import read_tokens, renders
@@ -121,6 +128,14 @@ async def test_an_impossible_number_of_tokens_is_ignored(tokens: int) -> None:
     facts = await facts_of({"/v1/models": {"data": [model]}, "/server_info": info})
     assert facts is not None
     assert (facts.block_size, facts.blocks, facts.context) == (1, None, None)
+
+
+async def test_of_a_long_version_the_beginning_is_kept() -> None:
+    answer = {"version": "1.2" + "3" * 5000, "page_size": 1}
+    for path in ("/version", "/server_info"):
+        facts = await facts_of({"/v1/models": MODELS, path: answer})
+        assert facts is not None and facts.version.startswith("1.23"), path
+        assert len(facts.version) == MAX_VERSION, path
 
 
 def test_any_text_may_be_a_version() -> None:
