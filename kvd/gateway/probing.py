@@ -34,6 +34,7 @@ PROBE_BYTES = 4 * 1024 * 1024  # bytes of one answer: metrics of an engine with 
 DEFAULT_BLOCK_SIZE = 16  # tokens, for an engine that does not report its block size
 
 CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+STARTED = re.compile(r"^process_start_time_seconds (\S{1,40})$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 WHOLE = re.compile(r"[0-9]{1,18}")
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}  # by disaggregation_mode
@@ -109,6 +110,7 @@ class Facts:
     renders: bool  # it returns the tokens of a whole request
     role: Role | None = None  # the phase that it is run for, if it reports one (SGLang)
     bootstrap_port: int | None = None  # where decode engines meet a prefill engine of SGLang
+    started: str | None = None  # when its process was started, as it writes that; None: not known
 
     @property
     def names(self) -> list[str]:
@@ -157,8 +159,10 @@ class Probe:
 
     async def _vllm(self, version: str) -> Facts:
         models = await self._models()
-        metrics = await self._get("/metrics")
-        caches = cache_configs(metrics.held.decode("utf-8", "replace")) if metrics else []
+        answer = await self._get("/metrics")
+        metrics = answer.held.decode("utf-8", "replace") if answer else ""
+        caches = cache_configs(metrics)
+        started = STARTED.search(metrics)
         sources = await self._json("/kv_event_sources")
         events, replays = self._sources(sources if isinstance(sources, dict) else {})
         ranks = sorted({cache.get("engine", 0) for cache in caches}) or sorted(events) or [0]
@@ -174,6 +178,7 @@ class Probe:
             {rank: events[rank] for rank in ranks if rank in events},
             {rank: replays[rank] for rank in ranks if rank in replays},
             await self._renders(models[0].name),
+            started=started[1] if started else None,
         )
 
     async def _sglang(self, info: Mapping[str, Any]) -> Facts:

@@ -307,12 +307,30 @@ class Upstreams:
             self._check_role(upstream, facts)
             if upstream.advice == DISAGREE:
                 facts = replace(facts, events={}, replays={})
-            reasons = await self._choices.register(record_of(upstream, facts))
+            if (twin := self._twin(upstream, facts)) is not None:
+                reasons = [f"it is the same engine as {twin.url}, and would count twice"]
+            else:
+                reasons = await self._choices.register(record_of(upstream, facts))
             upstream.facts = facts
             upstream.changed()
             self._name()
             if reasons:
                 raise NotAnEngine("; ".join(reasons))
+
+    def _twin(self, upstream: Upstream, facts: Facts) -> Upstream | None:
+        """Returns the serving engine that is the same process, under another URL; None without one.
+
+        Engines behind one proxy share its address, so their start decides as well.
+        """
+        if facts.started is None:
+            return None
+        address = upstream.address, upstream.target.port, facts.started
+        for other in self:
+            if other is upstream or other.state is not UpstreamState.SERVING or other.facts is None:
+                continue
+            if (other.address, other.target.port, other.facts.started) == address:
+                return other
+        return None
 
     def _check_role(self, upstream: Upstream, facts: Facts) -> None:
         """Raises NotAnEngine for a prefill engine that cannot hand over to others of its model."""

@@ -111,6 +111,24 @@ async def test_each_address_of_a_name_is_tried() -> None:
             await inner.until_serving(named)
 
 
+async def test_an_engine_with_two_urls_counts_once() -> None:
+    names = Names()
+    trio.socket.set_custom_hostname_resolver(names)
+    names.known["engine.test"] = ["127.0.0.1"]
+    async with answering() as (engine, url), answering() as (other, other_url):
+        for each in (engine, other):  # started at once, but at addresses of their own
+            each.answers["/metrics"] = f"{VLLM['/metrics']}process_start_time_seconds 1.7e+09\n"
+        urls = url, url.replace("127.0.0.1", "engine.test")
+        async with inner_gateway(*map(Wanted, urls), Wanted(other_url)) as inner:
+            await inner.upstreams.all_met()
+            [used] = inner.serving() - {other_url}
+            [twin] = [each for each in inner.upstreams if each.url not in inner.serving()]
+            assert twin.problem == f"it is the same engine as {used}, and would count twice"
+            assert inner.upstreams.all_known()
+            inner.upstreams.unwant(Wanted(used), SETTINGS)
+            await inner.until_serving(twin.url, other_url)
+
+
 @pytest.mark.parametrize("path", ["/version", "/metrics"])
 async def test_what_an_engine_cannot_say_for_a_while_is_as_before(path: str) -> None:
     async with watched() as (engine, upstream):
