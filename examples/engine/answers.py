@@ -56,6 +56,8 @@ class Answer:
         head += b"transfer-encoding: chunked\r\n\r\n" if self.chunks else b"\r\n"
         if self._fault is Fault.AFTER_HEAD:
             await hang_up_behind(self._stream, head)
+        if self._fault is Fault.EMPTY:
+            return await self._end(head)
         if self._fault is Fault.ERROR_EVENT:
             failure = api.event(api.error(503, "the queue is full", "Service Unavailable"))
             return await self._end(head + self._framed(failure + api.DONE))

@@ -15,6 +15,7 @@ class Fault(StrEnum):
     AFTER_EVENT = "after-event"  # closed after the first event, or the first half of the body
     IN_EVENT = "in-event"  # closed in the middle of the second event
     AFTER_DONE = "after-done"  # closed between [DONE] and the end of the body
+    EMPTY = "empty"  # a stream ends as it should, but before its first event
     UNMARKED = "unmarked"  # the body ends as it should, but without [DONE]
     SILENCE = "silence"  # no answer at all
     HALF_CLOSED = "half-closed"  # no answer, and nothing more is sent; the connection stays open

@@ -55,6 +55,14 @@ def aborted(answer: Answer) -> bool:
     return begins and ABORTED.search(answer.held) is not None
 
 
+def is_empty(answer: Answer) -> bool:
+    """Returns whether a stream has ended before its first event.
+
+    So it looks behind a proxy that hides the death of its engine.
+    """
+    return is_stream(answer) and answer.whole and not answer.held
+
+
 def lacks_model(answer: Answer) -> bool:
     """Returns whether an engine says that it does not serve the requested model."""
     return answer.status == 404 and answer.whole and MODEL_GONE.search(answer.held) is not None

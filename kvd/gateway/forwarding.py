@@ -23,6 +23,7 @@ from kvd.gateway.answers import (
     aborted,
     cached_tokens,
     fault,
+    is_empty,
     is_stream,
     lacks_model,
     refuses,
@@ -213,7 +214,7 @@ class Forwarder:
     ) -> bool | None:
         """Notes a failed prefill; passes its answer on if every engine would give the same."""
         if isinstance(result, Ending):
-            self._note_not_begun(attempt, prefill.upstream, result)
+            self._note_not_begun(attempt, prefill.upstream, result.outcome)
             cause = prefill.upstream.outcome_of(result.outcome).name.lower()
         elif shuts_down(result):
             prefill.upstream.note_shutting_down()
@@ -266,7 +267,7 @@ class Forwarder:
         # Errors are raised out here: the nursery of `borrow` would wrap them in a group.
         if sent is None:
             if concurrent is None or concurrent.failure is None:
-                self._note_not_begun(attempt, chosen.upstream, ending)
+                self._note_not_begun(attempt, chosen.upstream, ending.outcome)
                 self._chooser.note_refused(attempt, chosen)
                 attempt.tried |= {chosen.upstream.worker_id}
             return None
@@ -285,6 +286,10 @@ class Forwarder:
             upstream.note_shutting_down()
             self._stats.retries["shutting_down"] += 1
             attempt.refused = answer
+            attempt.tried |= {upstream.worker_id}
+            return True
+        if is_empty(answer):
+            self._note_not_begun(attempt, upstream, ExchangeOutcome.BROKEN)
             attempt.tried |= {upstream.worker_id}
             return True
         if takes_over and fault(answer) == 500:
@@ -314,9 +319,11 @@ class Forwarder:
         attempt.tried |= {upstream.worker_id}
         return True
 
-    def _note_not_begun(self, attempt: Attempt, upstream: Upstream, ending: Ending) -> None:
+    def _note_not_begun(
+        self, attempt: Attempt, upstream: Upstream, outcome: ExchangeOutcome
+    ) -> None:
         """Notes an engine that has not answered; raises if no other engine may be tried."""
-        outcome = upstream.outcome_of(ending.outcome)
+        outcome = upstream.outcome_of(outcome)
         if outcome is ExchangeOutcome.CLIENT_GONE:
             raise ConnectionResetError("the client left before its answer")
         if outcome not in NOT_BEGUN:

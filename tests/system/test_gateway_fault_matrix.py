@@ -57,6 +57,7 @@ ROWS = (
     Row(Fault.HALF_CLOSED, STREAM, "whole", 2),
     Row(Fault.AFTER_HEAD, ANSWER, "whole", 2),
     Row(Fault.AFTER_HEAD, STREAM, "whole", 2),
+    Row(Fault.EMPTY, STREAM, "whole", 2),
     Row(Fault.AFTER_EVENT, ANSWER, "whole", 2),  # the gateway holds a body until it is whole
     Row(Fault.GARBAGE, ANSWER, "whole", 2),
     Row(Fault.GARBAGE, STREAM, "whole", 2),
