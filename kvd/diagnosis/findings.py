@@ -222,7 +222,8 @@ KINDS: Mapping[str, FindingKind] = {
     ),
     "no_match_ever": FindingKind(
         Severity.ERROR,
-        "no question has ever matched, although blocks are held",
+        "no question has ever matched, and no engine has stored the prompt of one, although blocks "
+        "are held",
         {
             "tokens": "compare token_ids of a question with those of an event, block by block",
             "hashes": "compute hashes as docs/identifiers.md says, with blocks of {size} tokens, "

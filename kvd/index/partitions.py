@@ -57,9 +57,9 @@ TOTALS: tuple[
     "rebound",
 )
 
-# Questions without a single match after which a partition is reported. Prompts rarely differ in
-# their first block so often: more likely they are hashed by another rule than the engines' blocks,
-# or cut into blocks of another size.
+# Questions without a single match after which a partition is reported, if none of their prompts has
+# been stored since: more likely than that no engine has served them yet, they are hashed by another
+# rule than the engines' blocks, or cut into blocks of another size.
 UNMATCHED_QUESTIONS = 100
 
 U64_MAX = 2**64 - 1
@@ -95,8 +95,13 @@ class Partition:
 
     @property
     def is_unmatched(self) -> bool:
-        """Returns whether many questions were asked while it had blocks, but none matched any."""
-        return self.index.matched == 0 and self.index.questions >= UNMATCHED_QUESTIONS
+        """Returns whether questions seem to be hashed by another rule than the engines' blocks.
+
+        Many were asked while it had blocks, none matched any, and none's prompt was stored later.
+        """
+        index = self.index
+        many = index.matched == 0 and index.questions >= UNMATCHED_QUESTIONS
+        return many and not index.stores_asked()
 
     def is_registered(self, instance_id: InstanceId) -> bool:
         """Returns whether any rank of the instance is registered."""

@@ -101,6 +101,12 @@ class Index {
   PromptStats& announced() { return announced_; }  // of engines
   Seeds& seeds() { return seeds_; }                // of the prompts that engines have stored
   const Seeds& seeds() const { return seeds_; }
+  FirstBlocks& first_blocks() { return first_blocks_; }  // of queries
+  // Whether, after so many queries, blocks with which some began are stored: both sides hash alike.
+  bool stores_asked(uint64_t queries) const {
+    return first_blocks_.any(
+        queries, [this](uint64_t local) { return tree_.child(Tree::kRoot, local) != kNone; });
+  }
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: changes are not noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
   const CountArena& counts() const { return counts_; }
@@ -497,6 +503,7 @@ class Index {
   uint64_t held_[kTierLayers] = {};                  // by live ranks
   IndexStats stats_;
   PromptStats asked_, announced_;
+  FirstBlocks first_blocks_;
   Seeds seeds_;
   std::unique_ptr<Predicted> predicted_;
 

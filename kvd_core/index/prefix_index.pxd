@@ -46,6 +46,9 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         uint32_t first[16]          # the first tokens of the last prompts, in a ring
         void note(uint32_t, cbool, cbool, cbool)
 
+    cppclass CFirstBlocks "kvd::FirstBlocks":
+        void note(uint64_t, uint64_t)
+
     cppclass CIndexStats "kvd::IndexStats":
         uint64_t stored             # blocks gained by a rank on a layer
         uint64_t refreshed          # blocks announced again
@@ -89,6 +92,8 @@ cdef extern from "index/index.hpp" namespace "kvd" nogil:
         const CIndexStats& stats()
         CPromptStats& asked()                      # of queries
         CPromptStats& announced()                  # of engines
+        CFirstBlocks& first_blocks()               # of queries
+        cbool stores_asked(uint64_t)
         uint64_t held(LayerId)
         CRank& rank(RankId)
         RankId rank_end()
@@ -224,9 +229,9 @@ cdef class PrefixIndex:
                              str cache_salt=*)
     cpdef bytes query_hashes(self, BodyScanner scanner, int array)
     cpdef bytes query_tiers(self, BodyScanner scanner, int array)
-    cdef bytes answer(self, size_t blocks)
-    cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1
-    cdef void note_question(self, size_t blocks) noexcept
+    cdef bytes answer(self, const uint64_t* locals_, size_t blocks)
+    cdef const uint64_t* match_hashes(self, BodyScanner scanner, int array, size_t* n) except? NULL
+    cdef void note_question(self, const uint64_t* locals_, size_t blocks) noexcept
     cdef void note_prompt(self, uint32_t first, bint is_salted, bint is_adapted) noexcept
     cdef vector[const string*] owners(self)
 

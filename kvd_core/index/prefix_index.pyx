@@ -230,15 +230,19 @@ cdef class PrefixIndex:
         self.match_scratch.add(
             deref(self.c), self.locals.data(), n, kUnsalted if cache_salt else kAll
         )
-        return self.answer(n)
+        return self.answer(self.locals.data(), n)
 
     cpdef bytes query_hashes(self, BodyScanner scanner, int array):
         """Returns the matches of a list of local hashes as JSON bytes."""
-        return self.answer(self.match_hashes(scanner, array))
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = self.match_hashes(scanner, array, &n)
+        return self.answer(hashes, n)
 
     cpdef bytes query_tiers(self, BodyScanner scanner, int array):
         """Returns them as `query_hashes` does, for each rank and tier (tiered_answer.hpp)."""
-        self.note_question(self.match_hashes(scanner, array))
+        cdef size_t n = 0
+        cdef const uint64_t* hashes = self.match_hashes(scanner, array, &n)
+        self.note_question(hashes, n)
         cdef CTieredAnswer* renderer = new CTieredAnswer(deref(self.c), self.match_scratch)
         cdef string_view text
         try:
@@ -247,18 +251,19 @@ cdef class PrefixIndex:
             del renderer
         return PyBytes_FromStringAndSize(text.data(), text.size())
 
-    cdef size_t match_hashes(self, BodyScanner scanner, int array) except? -1:
-        """Matches a list of local hashes; returns their number."""
-        cdef size_t n = 0
-        cdef const uint64_t* hashes = scanner.u64(array, &n)
+    cdef const uint64_t* match_hashes(self, BodyScanner scanner, int array,
+                                      size_t* n) except? NULL:
+        """Matches a list of local hashes; returns these, and sets their number."""
+        cdef const uint64_t* hashes = scanner.u64(array, n)
         self.match_scratch.reset(deref(self.c))
-        self.match_scratch.add(deref(self.c), hashes, n, kAll)
-        return n
+        self.match_scratch.add(deref(self.c), hashes, n[0], kAll)
+        return hashes
 
-    cdef void note_question(self, size_t blocks) noexcept:
-        """Counts the query of the last match."""
+    cdef void note_question(self, const uint64_t* locals_, size_t blocks) noexcept:
+        """Counts the query of the last match, of a prompt with these local hashes."""
         if blocks != 0 and self.c.tree().block_count() != 0:
             self.questions += 1
+            self.c.first_blocks().note(self.questions, locals_[0])
             self.matched += not self.match_scratch.touched().empty()
 
     cdef void note_prompt(self, uint32_t first, bint is_salted, bint is_adapted) noexcept:
@@ -266,8 +271,8 @@ cdef class PrefixIndex:
         if self.c.tree().block_count() != 0:
             self.c.asked().note(first, is_salted, is_adapted, True)
 
-    cdef bytes answer(self, size_t blocks):
-        self.note_question(blocks)
+    cdef bytes answer(self, const uint64_t* locals_, size_t blocks):
+        self.note_question(locals_, blocks)
         cdef CAnswer* renderer = new CAnswer(deref(self.c), self.match_scratch)
         cdef string_view text
         try:
@@ -340,6 +345,13 @@ cdef class PrefixIndex:
             "parked_unsalted": t.parked_unsalted,
             "self_references": t.self_references,
         }
+
+    def stores_asked(self):
+        """Returns whether blocks with which earlier queries began are stored by now.
+
+        Then queries and engines hash alike, even if no query has matched.
+        """
+        return self.c.stores_asked(self.questions)
 
     def asked(self):
         """Returns counts of the prompts of queries by tokens, put while the index had blocks."""

@@ -7,6 +7,9 @@
 //   first     the first tokens of the last kKept prompts, in a ring
 //   seeds     what adapters and salts of engines' prompts add to the seed of local hashes
 //
+// Prompts that share nothing match nothing either. But engines store them after they were asked
+// for, so the first blocks of some earlier queries are found in the tree (FirstBlocks).
+//
 // Costs: `note` is one store and three additions a prompt. A seed is one comparison where it equals
 // that of the prompt before, else kKept.
 #pragma once
@@ -32,6 +35,29 @@ struct PromptStats {
     salted += is_salted;
     adapted += is_adapted;
     announcing_salts += announces_salts;
+  }
+};
+
+// First blocks of queries of every age, by local hash: for each k that of the latest query whose
+// number is an odd multiple of 2^k. However many queries come while a prompt is computed, and
+// before its blocks are evicted, some of these are likely to lie between.
+struct FirstBlocks {
+  static constexpr uint32_t kKept = 32;  // blocks: queries of every age, up to 2^32 queries ago
+
+  uint64_t local[kKept] = {};
+
+  // Queries are numbered from 1.
+  void note(uint64_t query, uint64_t first) noexcept {
+    local[__builtin_ctzll(query) % kKept] = first;
+  }
+
+  // Whether is_stored(local hash) is true of any, after so many queries.
+  template <class IsStored>
+  bool any(uint64_t queries, IsStored&& is_stored) const {
+    for (uint32_t k = 0; k < kKept && queries >> k != 0; ++k) {
+      if (is_stored(local[k])) return true;
+    }
+    return false;
   }
 };
 

@@ -661,7 +661,7 @@ cdef class Pool:
     cdef void note_asked(self) noexcept:
         """Counts the prompt among the queries of the index."""
         cdef CPrompt* prompt = &self.c.prompt()
-        self.index.note_question(prompt.locals.size())
+        self.index.note_question(prompt.used().data(), prompt.locals.size())
         if prompt.by_tokens and prompt.locals.size() != 0:
             self.index.note_prompt(prompt.first_token, prompt.is_salted, prompt.is_adapted)
 

@@ -86,6 +86,19 @@ def test_prompts_differ_behind_the_first_token(patient: Patient) -> None:
     assert "compare token_ids" in patient.finds("no_match_ever")["remedy"]
 
 
+def test_prompts_that_share_nothing_are_no_fault(patient: Patient) -> None:
+    rank = Rank(patient.rank())
+    rank.serve(prompt(0, begin=[BOS]))
+    patient.until_applied("m", 1, 0, rank.seq)
+    for number in range(1, UNMATCHED_QUESTIONS + 1):
+        tokens = prompt(number, begin=[BOS])
+        patient.post("indexer", "/query", {"model_name": "m", "token_ids": tokens})
+    patient.finds("no_match_ever")  # no engine has served any of these yet
+    rank.serve(tokens)
+    patient.until_applied("m", 1, 0, rank.seq)
+    assert patient.findings() == []
+
+
 def test_hashes_by_another_rule(patient: Patient) -> None:
     holding(patient)
     for number in range(UNMATCHED_QUESTIONS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Any
 
 import msgpack
@@ -24,7 +25,7 @@ class Index:
     def __init__(self) -> None:
         self.index = PrefixIndex(SIZE, IngestStats())
         self._stream = self.index.add_worker(1).stream(0)
-        self._names = iter(range(1, 1000))
+        self._names = count(1)
 
     def store(self, tokens: list[int], **members: Any) -> None:
         names = [next(self._names) for _ in range(len(tokens) // SIZE)]
@@ -78,6 +79,19 @@ def test_questions_count_while_there_are_blocks() -> None:
     index.ask(prompt(6)[:-1])  # has no whole block
     assert index.index.asked() == PromptStats(5, 2, 2, 5, [2, 3, 4, 5, 6])
     assert index.index.questions == 5
+
+
+def test_prompts_that_are_stored_after_they_were_asked_for_are_noticed() -> None:
+    """However many questions there are, some from their middle are kept."""
+    for number in (1, 2, 3, 5, 100, 1000):
+        index = Index()
+        index.store(prompt(7))
+        for first in range(1000, 1000 + number):
+            index.ask(prompt(first, 2))
+        assert not index.index.stores_asked() and not index.index.matched
+        for first in range(1000 + number // 3, 1001 + 2 * number // 3):
+            index.store(prompt(first))
+        assert index.index.stores_asked(), number
 
 
 def test_the_last_tokens_are_kept() -> None:
