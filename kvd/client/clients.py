@@ -35,6 +35,7 @@ from kvd.client.connecting import (
     TIMEOUT_S,
     Address,
     ConnectionSettings,
+    WakingTransport,
     Where,
     check_attempts,
     check_timeout,
@@ -179,7 +180,7 @@ class BlockingAsker:
         self._http, self._waiting = (
             BlockingPool(
                 httpx.Client(
-                    transport=httpx.HTTPTransport(**options, limits=limits(connections)), **shown
+                    transport=WakingTransport(**options, limits=limits(connections)), **shown
                 ),
                 BoundedSemaphore(connections),
             )
@@ -252,7 +253,7 @@ class Client(_Faces[Blocking]):
         self.close()
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections; calls that still wait, in other threads, raise Unreachable."""
         for asker in self._askers:
             asker.close()
 
@@ -389,7 +390,7 @@ class AsyncClient(_Faces[Trio]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes all connections."""
+        """Closes all connections; calls that still wait, in other tasks, raise Unreachable."""
         for asker in self._askers:
             await asker.aclose()
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
 import ssl
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httpx
 
@@ -37,6 +42,11 @@ IDLE_S = 5.0  # time for which idle connections are kept open
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 LOST = (*NOT_SENT, httpx.NetworkError, httpx.RemoteProtocolError)
 LATE = (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout)
+
+# The steps of httpcore that make a socket.
+CONNECTED = frozenset(
+    f"connection.{step}.complete" for step in ("connect_tcp", "connect_unix_socket", "start_tls")
+)
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 
@@ -99,6 +109,34 @@ class ConnectionSettings:
         if self.cert_file is not None:
             context.load_cert_chain(self.cert_file, self.key_file)
         return context
+
+
+class WakingTransport(httpx.HTTPTransport):
+    """Connections of threads; closing it wakes those that wait for an answer.
+
+    Closing a socket would let a thread wait on that already reads from it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._changing = Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.extensions["trace"] = self._note
+        return super().handle_request(request)
+
+    def close(self) -> None:
+        with self._changing:
+            for each in self._sockets:
+                with suppress(OSError):  # the daemon has ended this connection
+                    each.shutdown(socket.SHUT_RDWR)
+        super().close()
+
+    def _note(self, step: str, details: Mapping[str, Any]) -> None:
+        if step in CONNECTED:
+            with self._changing:
+                self._sockets.add(details["return_value"].get_extra_info("socket"))
 
 
 def limits(connections: int) -> httpx.Limits:

@@ -462,6 +462,28 @@ async def test_a_closed_client_says_so(making: Make, open_kvd: Faces) -> None:
         await either.ask(lambda kvd: kvd.indexer.health())
 
 
+async def test_closing_a_client_ends_calls_that_wait(making: Make, open_kvd: Faces) -> None:
+    async with dropping(port_of(open_kvd, "selection")) as proxy, until_all_ended() as nursery:
+        proxy.hold(b"GET /regret")
+        async with making(selection=proxy.url, timeout_s=TEST_SECONDS) as either:
+
+            async def wait() -> None:
+                with pytest.raises(Unreachable):
+                    await either.ask(lambda kvd: kvd.selection.regret())
+
+            nursery.start_soon(wait)
+            await proxy.held.wait()
+
+
+@asynccontextmanager
+async def until_all_ended() -> AsyncIterator[trio.Nursery]:
+    """Yields a nursery whose tasks, threads among them, have to end in half the time of a test."""
+    with trio.move_on_after(TEST_SECONDS / 2) as scope:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+    assert not scope.cancel_called
+
+
 async def test_lost_answers_are_asked_for_again(making: Make, open_kvd: Faces) -> None:
     async with through_proxy(making, open_kvd) as (either, proxy):
         proxy.drop(b"GET /loads", 2)
