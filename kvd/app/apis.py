@@ -89,7 +89,7 @@ class Gateway:
         self._body_limit = config.gateway_body_bytes
         self.stats = GatewayStats()
         self.exchanges = Exchanges(config.relay)
-        self.choices = _choices(config, selections, registry, self.exchanges, dialer)
+        self.choices = _choices(config, selections, registry, self.exchanges, dialer, identity)
         self._siblings = None if identity is None else Siblings(identity, self.exchanges)
         wanted = [Wanted(url) for url in config.upstreams or ()]
         wanted += [Wanted(url, prefills=True) for url in config.prefills or ()]
@@ -115,6 +115,7 @@ class Gateway:
             self.tokens,
             self.chains,
             config.gateway_remote_prefill_tokens,
+            f"gateway-{uuid4().hex[:12]}" if identity is None else identity.prefix,
             decision_headers=config.gateway_decision_headers,
         )
 
@@ -164,12 +165,13 @@ def _choices(
     registry: Registry,
     exchanges: Exchanges,
     dialer: Dialer,
+    identity: ProcessIdentity | None,
 ) -> Choices:
     if config.gateway_kvd is None:
         return LocalChoices(selections, registry)
-    return RemoteChoices(
-        config.gateway_kvd, exchanges, dialer, config.gateway_kvd_s, config.gateway_kvd_token
-    )
+    former_prefix = None if identity is None else identity.former_prefix
+    asked = exchanges, dialer, config.gateway_kvd_s, config.gateway_kvd_token
+    return RemoteChoices(config.gateway_kvd, *asked, former_prefix)
 
 
 @dataclass(frozen=True, slots=True)

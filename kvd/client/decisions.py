@@ -210,6 +210,13 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Freed:
+    """The number of bookings that were ended."""
+
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """A live booking: its blocks, tokens to prefill, and age in seconds."""
 

@@ -10,6 +10,7 @@ from kvd.client.common import EveryFace, PotentialLoad, WithReplicas, partition_
 from kvd.client.decisions import (
     BusyThreshold,
     BusyThresholds,
+    Freed,
     Loads,
     ModeShown,
     OverlapScores,
@@ -182,6 +183,14 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
     def free(self, reservation_id: str) -> Call[None]:
         """Ends a reservation."""
         return Call(segment=reservation_id)
+
+    @asked("DELETE /reservations", repeatable=True)
+    def free_by_prefix(self, prefix: str) -> Call[Freed]:
+        """Ends all reservations whose ids begin with `prefix`, as those of a caller that is gone.
+
+        Repeated, it counts only what the last attempt has ended.
+        """
+        return Call(query={"prefix": prefix})
 
     @asked("GET /regret", repeatable=True)
     def regret(self) -> Call[Regret]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from itertools import count
-from uuid import uuid4
 
 from kvd.gateway import errors
 from kvd.gateway.answering import Answering
@@ -88,21 +87,21 @@ class Forwarder:
         tokens: Tokens,
         chains: Chains,
         remote_tokens: int,
+        prefix: str,
         *,
         decision_headers: bool = True,
     ) -> None:
         """A prompt goes to a prefill engine if every other would compute `remote_tokens` of it.
 
-        With `decision_headers`, answers carry the `x-kvd-` headers that name the decision.
+        Ids of reservations and requests begin with `prefix`, which no other process has. With
+        `decision_headers`, answers carry the `x-kvd-` headers that name the decision.
         """
         self._choices = choices
         self._exchanges = exchanges
         self._stats = stats
-        self._prefix = f"gateway-{uuid4().hex[:12]}"
+        self._prefix = prefix
         self._counter = count(1)
-        self._chooser = EngineChooser(
-            upstreams, choices, stats, tokens, remote_tokens, self._prefix
-        )
+        self._chooser = EngineChooser(upstreams, choices, stats, tokens, remote_tokens, prefix)
         self._intake = Intake(upstreams, tokens, chains)
         self._answering = Answering(
             choices, self._chooser, stats, tokens, chains, decision_headers=decision_headers

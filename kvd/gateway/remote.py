@@ -62,12 +62,20 @@ class RemoteChoices:
         dialer: Dialer,
         deadline_s: float = DEFAULT_DEADLINE_S,
         token: bytes = b"",
+        former_prefix: str | None = None,
     ) -> None:
-        """If a kvd does not answer within `deadline_s`, the next one is asked."""
+        """If a kvd does not answer within `deadline_s`, the next one is asked.
+
+        Reservations whose ids begin with `former_prefix` are ended: they are of a process that this
+        one replaces, which may have been killed.
+        """
         self._records: dict[int, WorkerRecord] = {}
         self._kvds = [
             RemoteKvd(url, self._records, exchanges, dialer, deadline_s, token) for url in urls
         ]
+        if former_prefix is not None:
+            for kvd in self._kvds:
+                kvd.free_by_prefix(former_prefix)
         self._deadline_s = deadline_s
         self._of_model: dict[str, frozenset[int]] = {}
         self._pools: dict[int, Pool] = {}  # by block size; without ranks, only to hash prompts

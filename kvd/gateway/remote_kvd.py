@@ -220,7 +220,13 @@ class RemoteKvd:
 
     def put(self, booked_as: str, method: str, step: str = "", body: bytes = b"") -> None:
         """Queues a step of a booking."""
-        path = f"/reservations/{booked_as}{step}"
+        self._put(method, f"/reservations/{booked_as}{step}", body)
+
+    def free_by_prefix(self, prefix: str) -> None:
+        """Queues the end of all bookings whose ids there begin with a text, as `put` does."""
+        self._put("DELETE", f"/reservations?prefix={prefix}", b"")
+
+    def _put(self, method: str, path: str, body: bytes) -> None:
         head = own_head(method, path, self._authority, len(body), self._token)
         self.steps.put(head + body)
 

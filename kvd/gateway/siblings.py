@@ -35,6 +35,19 @@ class ProcessIdentity:
         """Returns an id that all processes of this gateway have, and nobody else."""
         return hashlib.blake2b(self.token, digest_size=8).hexdigest()
 
+    @property
+    def prefix(self) -> str:
+        """Returns the beginning of ids that no other process makes."""
+        return self._prefix_of(self.restarts)
+
+    @property
+    def former_prefix(self) -> str | None:
+        """Returns that of the process whose place this one has taken; None for the first."""
+        return self._prefix_of(self.restarts - 1) if self.restarts else None
+
+    def _prefix_of(self, restarts: int) -> str:
+        return f"{self.name}.{restarts}-{self.gateway_id}"
+
     def families(self) -> Iterator[Family]:
         """Yields the metrics of the process itself."""
         help = "Number of times the process has been started again after it ended"

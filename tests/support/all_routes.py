@@ -55,7 +55,7 @@ def all_routes() -> dict[str, tuple[Route, ...]]:
     clocks = time.monotonic, time.time_ns
     selections = Selections(state, registry, RouterOptions(), 1.0, Random(0), *clocks)
     of_replicas = replica_sync.routes(replicas)
-    forwarder = Forwarder(unused, unused, unused, GatewayStats(), unused, unused, 0)
+    forwarder = Forwarder(unused, unused, unused, GatewayStats(), unused, unused, 0, "")
     publishers, slots = Publishers(state, unused), SlotTrackers(1.0)
     picture = Picture(PicturedParts(state, registry, publishers, slots, selections, []))
     explain = explain_routes(Explainer(state, selections), unused)

@@ -574,6 +574,26 @@ async def test_a_reservation_lasts_as_long_as_its_block(making: Make, open_kvd: 
         assert either.stats.unfreed == 0
 
 
+async def test_reservations_end_by_the_beginning_of_their_ids(
+    making: Make, open_kvd: Faces
+) -> None:
+    async with making(**addresses(open_kvd)) as either:
+
+        async def ask(make: Callable[[Any], Any]) -> Any:
+            return await either.ask(lambda kvd: make(kvd.selection))
+
+        prompt: dict[str, Any] = {"model_name": "m", "token_ids": TOKENS}
+        for name in ("a.1", "a.2", "b.a.1"):
+            await ask(lambda face, name=name: face.book(1, reservation_id=name, **prompt))
+        assert (await ask(lambda face: face.free_by_prefix("a."))).freed == 2
+        assert (await ask(lambda face: face.free_by_prefix("a."))).freed == 0
+        with pytest.raises(Refused, match="prefix: expected the beginning of reservation ids"):
+            await ask(lambda face: face.free_by_prefix(""))
+        assert await live(either) == [1, 0]
+        await ask(lambda face: face.free("b.a.1"))
+        assert await live(either) == [0, 0]
+
+
 async def test_what_a_block_raises_comes_out_as_it_is(making: Make, open_kvd: Faces) -> None:
     async with making(**addresses(open_kvd)) as either:
         raised = OfTheBody()

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import httpx
 import pytest
 import trio
 
-from examples.engine.options import EngineOptions
+from examples.engine.options import EngineOptions, Fault
 from tests.support.commands import run_command
 from tests.support.exposition import parse
 from tests.support.gateways import (
@@ -171,6 +171,27 @@ async def test_a_killed_process_is_replaced_and_costs_the_others_nothing(
         assert len(gateways.failures) <= CLIENTS
         await gateways.until_metric('kvd_process_restarts_total{process="gateway-0"}', 1)
         assert (await gateways.metrics())['kvd_process_up{process="gateway-0"}'] == 1
+
+
+async def test_what_killed_processes_had_booked_ends_with_their_successors(
+    kvd_process: Start,
+) -> None:
+    async with fleet(kvd_process, "--processes", "2") as gateways:
+        live, count = 'kvd_selection_reservations{process="kvd"}', 8
+        for each in gateways.running:
+            each.server.options.faults.extend([Fault.SILENCE] * count)
+
+        async def ask_in_vain() -> None:
+            with suppress(httpx.TransportError):
+                await gateways.ask()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(count):
+                nursery.start_soon(ask_in_vain)
+            await gateways.until_metric(live, count)
+            for name in ("gateway-0", "gateway-1"):
+                os.kill(gateways.pid(name), signal.SIGKILL)
+            await gateways.until_metric(live, 0)
 
 
 async def test_a_killed_kvd_is_replaced_and_costs_nobody_a_request(kvd_process: Start) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import trio
+
 from kvd.errors import BadRequest
 from kvd.faces.common import bodies
 from kvd.faces.selection.choosing import settings_of
@@ -37,6 +39,7 @@ RESERVE = PromptReader(
     ),
 )
 OUTPUT = BodyScanner({}, ("decay_fraction",))
+SLICE = 1024  # ids examined between two checkpoints: 0.1 ms, or 2 ms if all of them end
 
 
 def reserve(request: Request, *, selections: Selections) -> Response:
@@ -105,6 +108,22 @@ def show_reservation(request: Request, *, selections: Selections) -> Response:
         "age_s": round(selections.clock() - live.admitted_at, 3),
     }
     return bodies.json_response(row)
+
+
+async def free_by_prefix(request: Request, *, selections: Selections) -> Response:
+    """Ends all bookings whose ids begin with a text."""
+    prefix = bodies.parameters(request, "prefix").get("prefix")
+    if not prefix:
+        raise BadRequest("prefix: expected the beginning of reservation ids")
+    live, freed = selections.reservations, 0
+    for count, each in enumerate(list(live.owner_of), 1):
+        # It may have ended meanwhile, or with its other phase.
+        if each.startswith(prefix) and each in live.owner_of:
+            live.free(each)
+            freed += 1
+        if count % SLICE == 0:
+            await trio.lowlevel.checkpoint()
+    return bodies.json_response({"freed": freed})
 
 
 def output_block(request: Request, *, selections: Selections) -> Response:

@@ -57,6 +57,12 @@ def selection_routes(
             hot=True,
             scope=Scope.LIFECYCLE,
         ),
+        Route(
+            "DELETE",
+            "/reservations",
+            bound(reservations.free_by_prefix),
+            scope=Scope.LIFECYCLE,
+        ),
         Route("GET", "/loads", LoadsHandler(selections), hot=True),
         _question("/potential_loads", PotentialLoadsHandler(selections)),
         _question("/overlap_scores", OverlapScoresHandler(selections)),

@@ -532,6 +532,12 @@ DESCRIPTION = Description(
             "Shows a booking", {200: in_json(RESERVATION)}, (404,)
         ),
         "DELETE /reservations/{reservation_id}": Operation("Ends a booking", {200: OK}, (404,)),
+        "DELETE /reservations": Operation(
+            "Ends all bookings whose ids begin with a text",
+            {200: in_json(row({"freed": COUNT}))},
+            (400,),
+            parameters=(in_query("prefix", required=True),),
+        ),
         "GET /loads": Operation(
             "Returns the load of each rank and the queued selections",
             {200: in_json(array(LOADS))},
