@@ -2,7 +2,7 @@
 //
 //   ids     0 .. 255         256 .. 511         ...
 //          +-----------+    +-----------+
-//          | T T T ... |    | T T T ... |      one segment = 256 entries
+//          | T T T ... |    | T T T ... |      one segment = 256 entries, or fewer
 //          +-----------+    +-----------+
 //
 // Growth adds a segment: no copy, no doubling slack, no pause proportional to the size. Free
@@ -48,10 +48,10 @@ uint32_t& free_link(T& entry, long) {
   return reinterpret_cast<uint32_t&>(entry);
 }
 
-template <class T>
+template <class T, uint32_t kBits = 8>
 class Arena {
  public:
-  static constexpr uint32_t kSegmentBits = 8;
+  static constexpr uint32_t kSegmentBits = kBits;
   static constexpr uint32_t kSegment = 1u << kSegmentBits;
 
   // `max_ids` is exclusive; callers that steal high bits of an id pass a smaller bound.

@@ -80,19 +80,4 @@ class KeyedHash {
   uint64_t mask_, first_, second_;
 };
 
-// Whether the buckets of a standard library table are as short as an unpredictable hash makes them;
-// entries of equal keys are adjacent and count once.
-template <class Table>
-bool is_spread(const Table& table) {
-  constexpr size_t kMost = 64;
-  for (size_t bucket = 0; bucket < table.bucket_count(); ++bucket) {
-    size_t keys = 0;
-    for (auto it = table.begin(bucket), last = it; it != table.end(bucket); last = it++) {
-      keys += it == last || !(it->first == last->first);
-    }
-    if (keys > kMost) return false;
-  }
-  return true;
-}
-
 }  // namespace kvd

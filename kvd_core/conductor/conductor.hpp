@@ -28,7 +28,7 @@
 //
 // Costs: those of the index; one look-up a block while anything waits; and for a hash that no
 // holder of the instance has announced, one look-up for each rank of the index. A waiting block
-// takes about 300 bytes.
+// takes about 250 bytes.
 #pragma once
 
 #include <algorithm>
@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "conductor/types.hpp"
+#include "conductor/waiters.hpp"
 #include "base/hash.hpp"
 #include "index/index.hpp"
 #include "base/keyed.hpp"
@@ -69,7 +70,7 @@ class Conductor final : public Placements {
   const std::vector<Medium>& media() const { return media_; }
   bool anything_waits() const { return !waiters_.empty(); }
   size_t waiter_count() const { return waiters_.size(); }
-  size_t bytes() const { return waiters_.size() * kWaiterBytes; }
+  size_t bytes() const { return waiters_.bytes(); }
 
   // Whether queries by hash find all blocks that can have a sequence hash.
   bool sequenced() const { return index_.sequenced(); }
@@ -238,20 +239,22 @@ class Conductor final : public Placements {
 
   // One block may set off all that wait, so this goes in slices, too.
   bool resolve_waiting(Steps& steps) override {
-    while (steps.left() && !(tried_ == waiting_.size() && work_.empty())) {
-      if (tried_ != waiting_.size()) {
-        const Waiter waiter = waiting_[tried_++];
+    while (steps.left() && !(untried_.empty() && at_ == kNone && work_.empty())) {
+      if (!untried_.empty()) {
+        const Waiter waiter = untried_.back();
+        untried_.pop_back();
         try_place(waiter);
-        steps.take(kStepsAWaiter + tables_asked());
+      } else if (at_ != kNone) {
+        try_next();
       } else {
-        const uint64_t key = work_.back();
+        at_ = waiters_.newest(work_.back());
         work_.pop_back();
-        collect_waiting(key);
-        steps.take(1 + waiting_.size());
+        steps.take(1);
+        continue;
       }
+      steps.take(kStepsAWaiter + tables_asked());
     }
-    if (tried_ != waiting_.size() || !work_.empty()) return false;
-    if (waiting_.capacity() > kWaitingKept) std::vector<Waiter>().swap(waiting_), tried_ = 0;
+    if (!untried_.empty() || at_ != kNone || !work_.empty()) return false;
     prune(steps);
     return true;
   }
@@ -263,18 +266,8 @@ class Conductor final : public Placements {
   void verify(Require&& require) const;
 
  private:
-  enum class WaitsFor : uint8_t { CREDIT, ALIAS, CHILD };
-  struct Waiter {  // a parked block, under one of the things that it waits for
-    RankId rank;
-    uint64_t name;
-    uint64_t stamp;
-    WaitsFor kind;
-  };
-
-  static constexpr size_t kWaiterBytes = 56;  // a hash node
   // Entries of a parked block: for its parent, its hash and its sequence hash, and a stale one.
   static constexpr size_t kWaitersABlock = 4;
-  static constexpr size_t kWaitingKept = 65536;  // entries of `waiting_` whose memory is kept, 2 MB
 
   NameKeys keys() const { return index_.keys(); }
 
@@ -351,20 +344,18 @@ class Conductor final : public Placements {
                  bool by_engine);
   void take_over_parked(RankId id, uint64_t name);
   uint64_t behind(uint64_t key) const;
-  void enter(uint64_t key, const Waiter& waiter);
+  void enter(uint64_t key, uint32_t parked, WaitsFor kind);
   void await(uint64_t key);
   void announce(const Source& source, uint64_t space, uint64_t hash, bool by_engine);
-  Parked* parked_at(RankId id, uint64_t name) const;
   const Parked* parked_of(const Waiter& waiter) const;
-  bool has_entry(RankId id, uint64_t name, uint64_t key) const;
-  void collect_waiting(uint64_t key);
+  bool has_entry(uint64_t key, const Parked& parked) const;
+  void try_next();
   void try_place(const Waiter& waiter);
   void try_credit(Source& source, const Waiter& waiter, const Parked& parked);
   void try_behind_parent(Source& source, const Waiter& waiter, const Parked& parked);
   void take_out(const Waiter& waiter);
   bool place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space, BlockId below);
   void prune(Steps& steps);
-  void drop_stale(uint64_t key);
 
   Index& index_;
   uint64_t seed_;  // of sequence hashes
@@ -376,13 +367,12 @@ class Conductor final : public Placements {
   Instance* common_ = nullptr;   // of kCommonKey
   std::vector<Source*> owners_;  // by rank; null for a worker's rank
   std::vector<Medium> media_;    // beyond the tiers, in the order of their layers
-  std::unordered_multimap<uint64_t, Waiter, KeyedHash> waiters_;
+  Waiters waiters_;
   KeyedHash hash_;                   // of keys under which children wait
+  std::vector<Waiter> untried_;      // of blocks that have waited in another process
   std::vector<uint64_t> work_;       // keys whose meaning has changed
-  std::vector<Waiter> waiting_;      // blocks that waited for one of them, to be tried
-  size_t tried_ = 0;                 // how many of `waiting_` have been tried
-  std::vector<uint64_t> stale_;      // scratch of `prune`
-  size_t prune_at_ = 0;              // the bucket of `waiters_` that `prune` has reached
+  uint32_t at_ = kNone;              // the next waiter of such a key, to be tried
+  uint32_t prune_at_ = 0;            // the waiter that `prune` has reached
   mutable size_t tables_asked_ = 0;  // names tables that `elsewhere` has searched, see tables_asked
 
   // Scratch of the operation in progress, kept for its capacity.

@@ -250,12 +250,13 @@ inline bool Conductor::credit(Source& source, RankId id, uint64_t hash, LayerId 
   if (!known && !can_wait(1)) return false;
   index_.park(id, name, layer, nullptr);
   if (known) return true;
-  Parked* parked = parked_at(id, name);
-  if (parked == nullptr) return true;
-  parked->hash = parked->sequence = hash;
-  parked->space = space;
-  parked->by_engine = by_engine;
-  enter(sequences().key(space, hash), {id, name, parked->stamp, WaitsFor::CREDIT});
+  const uint32_t at = index_.parked_at(id, name);
+  if (at == kNone) return true;
+  Parked& parked = index_.parked_blocks_[at];
+  parked.hash = parked.sequence = hash;
+  parked.space = space;
+  parked.by_engine = by_engine;
+  enter(sequences().key(space, hash), at, WaitsFor::CREDIT);
   announce(source, space, hash, by_engine);
   return true;
 }
@@ -269,9 +270,9 @@ inline void Conductor::clear_space(RankId id, LayerMask mask, uint64_t space) {
     names.push_back(keys().name(value));
   }
   if (rank.parked() != 0) {
-    for (const auto& [name, parked] : rank.rare->parked) {
-      if (parked.space == space) names.push_back(name);
-    }
+    rank.rare->parked.each(index_.parked_blocks_, [&](const Parked& parked) {
+      if (parked.space == space) names.push_back(parked.name);
+    });
   }
   for (const uint64_t name : names) {
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {

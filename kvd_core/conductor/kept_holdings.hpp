@@ -91,8 +91,9 @@ inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId lay
       index_.gain_name(id, slot, layer);
     return true;
   }
-  if (Parked* before = parked_at(id, w.name)) {
-    before->layers |= 1u << layer;
+  const uint32_t before = index_.parked_at(id, w.name);
+  if (before != kNone) {
+    index_.ranks_[id].rare->parked.add_layer(before, layer, index_.parked_blocks_);
     return true;
   }
   if (!can_wait(1)) return index_.refuse(1);
@@ -100,25 +101,23 @@ inline bool Conductor::wait_again(RankId id, const StagedWaiting& w, LayerId lay
   index_.rank(id).settling = index_.rank(id).restored = true;
   const Store content{&w.name, &w.local, 1, true, w.parent, layer, 0, &w.plain, w.space};
   index_.park(id, w.name, layer, w.has_content ? &content : nullptr);
-  Parked* parked = parked_at(id, w.name);
-  if (parked == nullptr) return true;
-  parked->hash = w.hash;
-  parked->space = w.space;
-  parked->sequence = w.sequence;
-  parked->by_engine = w.by_engine;
-  parked->certain = w.certain;
+  const uint32_t at = index_.parked_at(id, w.name);
+  if (at == kNone) return true;
+  Parked& parked = index_.parked_blocks_[at];
+  parked.hash = w.hash;
+  parked.space = w.space;
+  parked.sequence = w.sequence;
+  parked.by_engine = w.by_engine;
+  parked.certain = w.certain;
   const uint64_t own = sequences().key(w.space, w.hash);
   const uint64_t known = w.sequence == 0 ? 0 : sequences().key(w.space, w.sequence);
   const bool by_hash = !w.has_content && (known == 0 || known == own);
-  Waiter waiter{id, w.name, parked->stamp, by_hash ? WaitsFor::CREDIT : WaitsFor::ALIAS};
-  enter(own, waiter);
-  waiter.kind = WaitsFor::CREDIT;
-  if (known != 0 && !by_hash) enter(known, waiter);
-  waiting_.push_back(waiter);
+  enter(own, at, by_hash ? WaitsFor::CREDIT : WaitsFor::ALIAS);
+  if (known != 0 && !by_hash) enter(known, at, WaitsFor::CREDIT);
+  untried_.push_back({parked.stamp, at, WaitsFor::CREDIT});
   if (!w.has_content) return true;
-  waiter.kind = WaitsFor::CHILD;
-  enter(behind(sequences().key(w.space, w.parent)), waiter);
-  waiting_.push_back(waiter);
+  enter(behind(sequences().key(w.space, w.parent)), at, WaitsFor::CHILD);
+  untried_.push_back({parked.stamp, at, WaitsFor::CHILD});
   return true;
 }
 
@@ -142,11 +141,12 @@ class KeptHoldings {
     }
     Steps steps(kStepsASlice);
     while (out.size() < enough && steps.left()) {
-      if (rank_ == owners_.size()) {
+      if (rank_ == owners_.size() && !write_waiting(out)) {
         write_media(out);
         return false;
       }
-      write_some(steps, out);
+      if (rank_ != owners_.size()) write_names(out);
+      steps.take(1);
     }
     return true;
   }
@@ -172,36 +172,28 @@ class KeptHoldings {
     }
   }
 
-  // Writes a part of the rank's names, or of its waiting blocks.
-  void write_some(Steps& steps, std::string& out) {
-    steps.take(1);
+  // Writes a part of the rank's names.
+  void write_names(std::string& out) {
     const Rank& rank = std::as_const(index_).rank(rank_);
-    if (owners_[rank_] == nullptr || !rank.live || rank.rare == nullptr) return next_rank();
-    const size_t slots = rank.has_shared() ? rank.names.capacity() : 0;
-    const size_t buckets = rank.parked() == 0 ? 0 : rank.rare->parked.bucket_count();
-    if (slots != slots_ || buckets != buckets_) {  // the tables have grown: start them anew
+    const bool some = owners_[rank_] != nullptr && rank.live && rank.has_shared();
+    const uint32_t slots = some ? rank.names.capacity() : 0;
+    if (slots != slots_) {  // the table has grown: start it anew
       slots_ = slots;
-      buckets_ = buckets;
       at_ = 0;
     }
-    if (at_ < slots_) {
-      for (size_t i = 0; i < kSlotsAStep && at_ < slots_; ++i)
-        write_name(rank, static_cast<uint32_t>(at_++), out);
-    } else if (at_ < slots_ + buckets_) {
-      const auto& parked = rank.rare->parked;
-      const size_t bucket = at_++ - slots_;
-      for (auto it = parked.begin(bucket); it != parked.end(bucket); ++it) {
-        write_parked(it->first, it->second, out);
-        steps.take(1);
-      }
-    } else {
-      next_rank();
-    }
+    for (size_t i = 0; i < kSlotsAStep && at_ < slots_; ++i) write_name(rank, at_++, out);
+    if (at_ != slots_) return;
+    ++rank_;
+    slots_ = at_ = 0;
   }
 
-  void next_rank() {
-    ++rank_;
-    slots_ = buckets_ = at_ = 0;
+  // Writes the next waiting block; false when there are no more.
+  bool write_waiting(std::string& out) {
+    if (waiting_ >= index_.parked_blocks().end()) return false;
+    const Parked& parked = index_.parked_blocks()[waiting_++];
+    if (parked.stamp != 0 && index_.rank(parked.rank).live && owners_[parked.rank] != nullptr)
+      write_parked(parked, out);
+    return true;
   }
 
   // Writes one of several names that the rank has for a block.
@@ -217,17 +209,18 @@ class KeptHoldings {
           several || ((layers >> layer & 1) != 0 && shared.get(block, layer, index_.counts()) != 0);
     const uint64_t sequence = conductor_.sequences().sequence_of(block);
     if (!several || sequence == 0) return;
-    Parked kept{};
+    Parked kept;
+    kept.rank = rank_;
     kept.layers = layers;
-    kept.hash = index_.keys().name(value);
+    kept.name = kept.hash = index_.keys().name(value);
     kept.space = conductor_.sequences().space_of(block);
     kept.sequence = sequence;
     kept.certain = true;
-    write_parked(kept.hash, kept, out);
+    write_parked(kept, out);
   }
 
-  void write_parked(uint64_t name, const Parked& parked, std::string& out) {
-    const std::string& owner = *owners_[rank_];
+  void write_parked(const Parked& parked, std::string& out) {
+    const std::string& owner = *owners_[parked.rank];
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((parked.layers >> layer & 1) == 0 || layer == kGhostLayer) continue;
       put<uint8_t>(out, kWaitingTag);
@@ -235,10 +228,10 @@ class KeptHoldings {
                             (parked.by_engine ? kByEngine : 0) | (parked.certain ? kCertain : 0));
       put<uint8_t>(out, static_cast<uint8_t>(index_.tier_of(layer)));
       put<uint32_t>(out, index_.group_of(layer));
-      put<uint32_t>(out, index_.rank(rank_).dp_rank);
+      put<uint32_t>(out, index_.rank(parked.rank).dp_rank);
       put<uint64_t>(out, owner.size());
-      for (const uint64_t each : {name, parked.hash, parked.space, parked.parent, parked.local,
-                                  parked.plain, parked.sequence})
+      for (const uint64_t each : {parked.name, parked.hash, parked.space, parked.parent,
+                                  parked.local, parked.plain, parked.sequence})
         put<uint64_t>(out, each);
       out.append(owner);
     }
@@ -261,9 +254,9 @@ class KeptHoldings {
   bool runs_written_ = false;
   std::vector<std::string> ids_;            // of all holders
   std::vector<const std::string*> owners_;  // pointers to these, by rank
-  RankId rank_ = 0;                         // the rank whose names and waiting blocks are next
-  size_t slots_ = 0, buckets_ = 0;          // sizes of its tables when they were begun
-  size_t at_ = 0;                           // position in both, one behind the other
+  RankId rank_ = 0;                         // the rank whose names are next
+  uint32_t slots_ = 0, at_ = 0;             // its table's size when it was begun; position there
+  uint32_t waiting_ = 0;                    // the waiting block that is next
 };
 
 // ---- reading

@@ -33,15 +33,15 @@ inline uint64_t Conductor::name_of(const Source& source, uint64_t hash, uint64_t
 
 inline bool Conductor::knows(const Rank& rank, uint64_t name) const {
   return rank.names.find(name, keys()) != Names::kAbsent ||
-         (rank.parked() != 0 && rank.rare->parked.count(name) != 0);
+         (rank.parked() != 0 && rank.rare->parked.find(name, index_.parked_blocks_) != kNone);
 }
 
 inline bool Conductor::has(const Rank& rank, uint64_t name, LayerId layer) const {
   const uint32_t slot = rank.names.find(name, keys());
   if (slot != Names::kAbsent) return (keys().layers(rank.names.value(slot)) >> layer & 1) != 0;
   if (rank.parked() == 0) return false;
-  const auto it = rank.rare->parked.find(name);
-  return it != rank.rare->parked.end() && (it->second.layers >> layer & 1) != 0;
+  const uint32_t at = rank.rare->parked.find(name, index_.parked_blocks_);
+  return at != kNone && (index_.parked_blocks_[at].layers >> layer & 1) != 0;
 }
 
 // The slot of what a rank calls `hash`. With `any_space`, an engine's own, in whatever namespace.
@@ -140,13 +140,12 @@ inline uint64_t Conductor::parked_sequence(const Source& source, RankId id, uint
                                            uint64_t space) const {
   uint64_t found = 0;
   bool clear = true;
-  const auto range = waiters_.equal_range(sequences().key(space, hash));
-  for (auto it = range.first; it != range.second; ++it) {
-    const Waiter& waiter = it->second;
-    const Parked* parked = parked_of(waiter);
+  const uint64_t key = sequences().key(space, hash);
+  for (uint32_t at = waiters_.newest(key); at != kNone; at = waiters_.older(at)) {
+    const Parked* parked = parked_of(waiters_[at]);
     if (parked == nullptr || parked->hash != hash || parked->sequence == 0) continue;
-    if (waiter.rank == id) return parked->sequence;
-    const Source* other = owner(waiter.rank);
+    if (parked->rank == id) return parked->sequence;
+    const Source* other = owner(parked->rank);
     if (other != nullptr && other->instance == source.instance) return parked->sequence;
     clear = clear && (found == 0 || found == parked->sequence);
     found = parked->sequence;

@@ -122,9 +122,7 @@ inline RankId Conductor::holder(Source* source, uint32_t backend, bool ranked, u
 }
 
 inline void Conductor::drop_idle(Source* source) {
-  const auto is_idle = [&](const Holder& holder) {
-    return index_.lies_within(holder.id, 0) && index_.ranks_[holder.id].parked() == 0;
-  };
+  const auto is_idle = [&](const Holder& holder) { return index_.lies_within(holder.id, 0); };
   std::vector<Holder>& holders = source->holders;
   const auto idle = std::stable_partition(holders.begin(), holders.end(),
                                           [&](const Holder& holder) { return !is_idle(holder); });

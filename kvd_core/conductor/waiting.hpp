@@ -11,25 +11,24 @@
 //
 //   placed, announce ── await ─> work_     keys that something waits for
 //   a query's tokens ── place_by_prompt    the blocks that waiting sequence hashes stand for
-//   resolve_waiting  ── collect_waiting    the blocks that wait for a key ─> waiting_
-//                    └─ try_place          each of these: try_credit, try_behind_parent ─> announce
+//   resolve_waiting  ── try_place          each block that waits for such a key: try_credit,
+//                                          try_behind_parent ─> announce
 //
-// Waiting blocks are in the tables of index/parked.hpp, by holder and name; `waiters_` finds them
-// by what they wait for.
+// Waiting blocks are in the tables of index/parked_blocks.hpp, by holder and name; `waiters_` finds
+// them by what they wait for.
 //
 // Invariants: 1 of conductor/conductor.hpp, which `verify` checks; children wait under
 // `behind(key)`, all others under the key itself.
 //
 // Costs: one look-up a key while anything waits; for an engine's own hash, one more for each other
 // namespace that its instance is registered in; to place a block, what the index takes to store it.
-// `resolve_waiting` goes in slices, kStepsAWaiter for each block tried. A waiting block takes 300
+// `resolve_waiting` goes in slices, kStepsAWaiter for each block tried. A waiting block takes 250
 // bytes.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -39,10 +38,9 @@ namespace kvd {
 
 template <class Visit>
 inline void Conductor::each_credit(uint64_t key, Visit&& visit) const {
-  const auto range = waiters_.equal_range(key);
-  for (auto it = range.first; it != range.second; ++it) {
-    if (it->second.kind != WaitsFor::CREDIT) continue;
-    if (const Parked* parked = parked_of(it->second)) visit(it->second.rank, parked->layers);
+  for (uint32_t at = waiters_.newest(key); at != kNone; at = waiters_.older(at)) {
+    if (waiters_[at].kind != WaitsFor::CREDIT) continue;
+    if (const Parked* parked = parked_of(waiters_[at])) visit(parked->rank, parked->layers);
   }
 }
 
@@ -55,16 +53,16 @@ inline void Conductor::verify(Require&& require) const {
               "sources 3: a rank made for holders has some");
     }
   }
-  require(is_spread(waiters_), "conductor: keys of what waits are spread over the buckets");
+  require(waiters_.is_spread(), "conductor: keys of what waits are near their homes");
   for (RankId id = 0; id < index_.rank_end(); ++id) {
     const Rank& rank = index_.rank(id);
     if (!rank.live || id >= owners_.size() || owners_[id] == nullptr) continue;
     if (rank.rare == nullptr) continue;
-    for (const auto& [name, p] : rank.rare->parked) {
+    rank.rare->parked.each(index_.parked_blocks_, [&](const Parked& p) {
       const uint64_t key = sequences().key(p.space, p.has_content ? p.parent : p.hash);
-      require(has_entry(id, name, p.has_content ? behind(key) : key),
+      require(has_entry(p.has_content ? behind(key) : key, p),
               "conductor 1: what is parked waits for something");
-    }
+    });
   }
 }
 
@@ -108,33 +106,36 @@ inline void Conductor::park_run(Source& source, RankId id, const StoredBlocks& e
 inline void Conductor::set_aside(Source& source, RankId id, uint64_t hash, const Store& one,
                                  uint64_t sequence, bool by_engine) {
   const uint64_t name = one.names[0];
-  Parked* before = parked_at(id, name);
-  const bool had_content = before != nullptr && before->has_content;
-  if (sequence == 0 && before != nullptr && before->certain) sequence = before->sequence;
+  const uint32_t before = index_.parked_at(id, name);
+  bool had_content = false;
+  if (before != kNone) {
+    const Parked& known = index_.parked_blocks_[before];
+    had_content = known.has_content;
+    if (sequence == 0 && known.certain) sequence = known.sequence;
+  }
   index_.park(id, name, one.layer, &one);
-  Parked* parked = parked_at(id, name);
-  if (parked == nullptr || had_content) return;
-  parked->stamp = ++index_.stamp_;  // outdates the entries made while it had no content
-  index_.order_.push({name, parked->stamp, id});
-  parked->hash = hash;
-  parked->by_engine = by_engine;
-  parked->sequence = sequence;
-  const uint64_t stamp = parked->stamp, space = one.space;
-  enter(behind(sequences().key(space, one.parent)), {id, name, stamp, WaitsFor::CHILD});
-  enter(sequences().key(space, hash), {id, name, stamp, WaitsFor::ALIAS});
+  const uint32_t at = index_.parked_at(id, name);
+  if (at == kNone || had_content) return;
+  Parked& parked = index_.parked_blocks_[at];
+  parked.stamp = ++index_.stamp_;  // outdates the entries made while it had no content
+  index_.order_.push({parked.stamp, at});
+  parked.hash = hash;
+  parked.by_engine = by_engine;
+  parked.sequence = sequence;
+  enter(behind(sequences().key(one.space, one.parent)), at, WaitsFor::CHILD);
+  enter(sequences().key(one.space, hash), at, WaitsFor::ALIAS);
   if (sequence != 0) {
-    enter(sequences().key(space, sequence), {id, name, stamp, WaitsFor::CREDIT});
-    announce(source, space, hash, by_engine);
+    enter(sequences().key(one.space, sequence), at, WaitsFor::CREDIT);
+    announce(source, one.space, hash, by_engine);
   }
 }
 
 // A name that has been placed takes over the layers of the block that was parked under it.
 inline void Conductor::take_over_parked(RankId id, uint64_t name) {
-  if (index_.ranks_[id].parked() == 0) return;
-  const auto it = index_.ranks_[id].rare->parked.find(name);
-  if (it == index_.ranks_[id].rare->parked.end()) return;
-  const LayerMask layers = it->second.layers;
-  index_.forget_parked(id, it);
+  const uint32_t at = index_.parked_at(id, name);
+  if (at == kNone) return;
+  const LayerMask layers = index_.parked_blocks_[at].layers;
+  index_.forget_parked(at);
   ++index_.stats_.unparked;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((layers >> layer & 1) == 0 || has(index_.ranks_[id], name, layer)) continue;
@@ -149,16 +150,13 @@ inline void Conductor::take_over_parked(RankId id, uint64_t name) {
 // meaning of a hash passes over them.
 inline uint64_t Conductor::behind(uint64_t key) const { return hash_(key); }
 
-inline void Conductor::enter(uint64_t key, const Waiter& waiter) {
-  waiters_.emplace(key, waiter);
-  if (waiters_.size() != kGrowsTo) return;
-  waiters_.max_load_factor(kWaitersABlock);
-  waiters_.reserve(kWaitersABlock * kMaxWaiting);
+inline void Conductor::enter(uint64_t key, uint32_t parked, WaitsFor kind) {
+  waiters_.add(key, {index_.parked_blocks_[parked].stamp, parked, kind});
 }
 
 inline void Conductor::await(uint64_t key) {
   for (const uint64_t each : {key, behind(key)}) {
-    if (waiters_.find(each) != waiters_.end()) work_.push_back(each);
+    if (waiters_.newest(each) != kNone) work_.push_back(each);
   }
 }
 
@@ -180,45 +178,31 @@ inline void Conductor::announce(const Source& source, uint64_t space, uint64_t h
   }
 }
 
-inline Parked* Conductor::parked_at(RankId id, uint64_t name) const {
-  const Rank& rank = index_.ranks_[id];
-  if (!rank.live || rank.parked() == 0) return nullptr;
-  const auto it = rank.rare->parked.find(name);
-  return it == rank.rare->parked.end() ? nullptr : &it->second;
-}
-
 inline const Parked* Conductor::parked_of(const Waiter& waiter) const {
-  const Parked* parked = parked_at(waiter.rank, waiter.name);
-  return parked != nullptr && parked->stamp == waiter.stamp ? parked : nullptr;
+  return index_.is_parked(waiter.block, waiter.stamp) ? &index_.parked_blocks_[waiter.block]
+                                                      : nullptr;
 }
 
-inline bool Conductor::has_entry(RankId id, uint64_t name, uint64_t key) const {
-  const auto range = waiters_.equal_range(key);
-  return std::any_of(range.first, range.second, [&](const auto& entry) {
-    return entry.second.rank == id && entry.second.name == name &&
-           parked_of(entry.second) != nullptr;
-  });
+inline bool Conductor::has_entry(uint64_t key, const Parked& parked) const {
+  uint32_t at = waiters_.newest(key);
+  while (at != kNone && parked_of(waiters_[at]) != &parked) at = waiters_.older(at);
+  return at != kNone;
 }
 
 // ---- placing
 
-// Lists the blocks that wait for a key in `waiting_`: they may have a place now.
-inline void Conductor::collect_waiting(uint64_t key) {
-  waiting_.clear();
-  tried_ = 0;
-  const auto range = waiters_.equal_range(key);
-  for (auto it = range.first; it != range.second; ++it) {
-    if (parked_of(it->second) != nullptr) waiting_.push_back(it->second);
-  }
-  // Erased all at once: erasing one of many equal keys walks over those before it.
-  waiters_.erase(range.first, range.second);
-  for (const Waiter& each : waiting_) enter(key, each);
+// Tries the waiter at `at_`, and drops it once its block is parked no longer. New ones come before
+// it in the list, and know what their key means.
+inline void Conductor::try_next() {
+  const uint32_t at = std::exchange(at_, waiters_.older(at_));
+  try_place(waiters_[at]);
+  if (parked_of(waiters_[at]) == nullptr) waiters_.drop(at);
 }
 
 inline void Conductor::try_place(const Waiter& waiter) {
   const Parked* parked = parked_of(waiter);
-  Source* source = waiter.rank < owners_.size() ? owners_[waiter.rank] : nullptr;
-  if (parked == nullptr || source == nullptr) return;
+  if (parked == nullptr || owner(parked->rank) == nullptr) return;
+  Source* source = owners_[parked->rank];
   if (waiter.kind == WaitsFor::CHILD) {
     try_behind_parent(*source, waiter, *parked);
   } else if (waiter.kind == WaitsFor::CREDIT) {
@@ -229,47 +213,44 @@ inline void Conductor::try_place(const Waiter& waiter) {
 inline void Conductor::try_credit(Source& source, const Waiter& waiter, const Parked& parked) {
   BlockId block = kNone;
   if (!parked.has_content)
-    block = meaning(source, waiter.rank, parked.hash, parked.space, parked.by_engine);
+    block = meaning(source, parked.rank, parked.hash, parked.space, parked.by_engine);
   if (block == kNone) block = sequences().find(sequences().key(parked.space, parked.sequence));
   if (block == kNone) return;
   const Parked was = parked;
   take_out(waiter);
-  if (index_.ranks_[waiter.rank].names.find(waiter.name, keys()) == Names::kAbsent) {
-    adopt(waiter.rank, waiter.name, block, was.layers);
+  if (index_.ranks_[was.rank].names.find(was.name, keys()) == Names::kAbsent) {
+    adopt(was.rank, was.name, block, was.layers);
   }
   announce(source, was.space, was.hash, was.by_engine);
 }
 
 inline void Conductor::try_behind_parent(Source& source, const Waiter& waiter,
                                          const Parked& parked) {
-  BlockId below = meaning(source, waiter.rank, parked.parent, parked.space, parked.by_engine);
+  BlockId below = meaning(source, parked.rank, parked.parent, parked.space, parked.by_engine);
   uint64_t above = 0;
   if (below == kNone) {
     above = sequences().next(parked.parent, parked.plain) == parked.hash
                 ? parked.parent
-                : parked_sequence(source, waiter.rank, parked.parent, parked.space);
+                : parked_sequence(source, parked.rank, parked.parent, parked.space);
     if (above != 0) below = sequences().find(sequences().key(parked.space, above));
   }
   if (below != kNone) {
     const Parked was = parked;
     take_out(waiter);
-    index_.ranks_[waiter.rank].settling = true;  // a block that has waited is no second copy
+    index_.ranks_[was.rank].settling = true;  // a block that has waited is no second copy
     if (sequences().space_of(below) != was.space) ++index_.stats_.parked_unsalted;
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
-      put(waiter.rank, {&waiter.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space},
-          below);
+      put(was.rank, {&was.name, &was.local, 1, true, 0, layer, 0, &was.plain, was.space}, below);
     }
     announce(source, was.space, was.hash, was.by_engine);
   } else if (above != 0 && parked.sequence == 0) {
-    Parked* known = parked_at(waiter.rank, waiter.name);
-    known->sequence = sequences().next(above, known->plain);
-    const uint64_t space = known->space, own = known->hash;
-    const bool by_engine = known->by_engine;
-    enter(sequences().key(space, known->sequence),
-          {waiter.rank, waiter.name, waiter.stamp, WaitsFor::CREDIT});
-    await(sequences().key(space, known->sequence));
-    announce(source, space, own, by_engine);
+    Parked& known = index_.parked_blocks_[waiter.block];
+    known.sequence = sequences().next(above, known.plain);
+    const uint64_t key = sequences().key(known.space, known.sequence);
+    enter(key, waiter.block, WaitsFor::CREDIT);
+    await(key);
+    announce(source, known.space, known.hash, known.by_engine);
   }
 }
 
@@ -297,18 +278,17 @@ inline bool Conductor::place_by_prompt(BlockId last, const uint64_t* locals, con
 // as they follow any placed block.
 inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint64_t space,
                              BlockId below) {
-  const auto range = waiters_.equal_range(key);
-  for (auto it = range.first; it != range.second; ++it) {
-    const Waiter waiter = it->second;
+  for (uint32_t at = waiters_.newest(key); at != kNone; at = waiters_.older(at)) {
+    const Waiter& waiter = waiters_[at];
     const Parked* parked = parked_of(waiter);
-    const Source* source = owner(waiter.rank);
-    if (waiter.kind != WaitsFor::CREDIT || parked == nullptr || source == nullptr) continue;
+    const Source* source = parked == nullptr ? nullptr : owner(parked->rank);
+    if (waiter.kind != WaitsFor::CREDIT || source == nullptr) continue;
     const Parked was = *parked;
     take_out(waiter);
-    index_.ranks_[waiter.rank].settling = true;  // a block that has waited is no second copy
+    index_.ranks_[was.rank].settling = true;  // a block that has waited is no second copy
     for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
       if ((was.layers >> layer & 1) == 0) continue;
-      put(waiter.rank, {&waiter.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
+      put(was.rank, {&was.name, &local, 1, true, 0, layer, 0, &plain, space}, below);
     }
     announce(*source, was.space, was.hash, was.by_engine);
     return true;
@@ -317,28 +297,20 @@ inline bool Conductor::place(uint64_t key, uint64_t local, uint64_t plain, uint6
 }
 
 inline void Conductor::take_out(const Waiter& waiter) {
-  index_.forget_parked(waiter.rank, index_.ranks_[waiter.rank].rare->parked.find(waiter.name));
+  index_.forget_parked(waiter.block);
   ++index_.stats_.unparked;
 }
 
-// Drops stale entries while they are the most of `waiters_`; the sweep calls this, too.
+// Drops stale entries while they are the most of `waiters_`, and all once nothing waits; frees
+// spare memory. The sweep calls this, too.
 inline void Conductor::prune(Steps& steps) {
-  for (; waiters_.size() > kWaitersABlock * index_.parked_ + 256 && steps.left();
-       steps.take(1 + stale_.size())) {
-    prune_at_ = prune_at_ + 1 < waiters_.bucket_count() ? prune_at_ + 1 : 0;
-    stale_.clear();
-    for (auto it = waiters_.begin(prune_at_); it != waiters_.end(prune_at_); ++it) {
-      if (parked_of(it->second) == nullptr) stale_.push_back(it->first);
-    }
-    for (const uint64_t key : stale_) drop_stale(key);
+  const size_t most = index_.parked_ == 0 ? 0 : kWaitersABlock * index_.parked_ + 256;
+  for (; waiters_.size() > most && steps.left(); steps.take(1)) {
+    prune_at_ = prune_at_ + 1 < waiters_.end() ? prune_at_ + 1 : 0;
+    const Waiter& waiter = waiters_[prune_at_];
+    if (waiter.stamp != 0 && parked_of(waiter) == nullptr) waiters_.drop(prune_at_);
   }
-}
-
-inline void Conductor::drop_stale(uint64_t key) {
-  const auto range = waiters_.equal_range(key);
-  for (auto it = range.first; it != range.second;) {
-    it = parked_of(it->second) == nullptr ? waiters_.erase(it) : std::next(it);
-  }
+  while (steps.left() && waiters_.shrink()) steps.take(Index::kStepsASegment);
 }
 
 }  // namespace kvd

@@ -6,6 +6,7 @@ tree.hpp, chain.hpp, runs.hpp
                              the radix tree; the blocks of its nodes; which ranks hold them
 ranksets.hpp, names.hpp      interned sets of holders; engines' own names of blocks
 counts.hpp                   second copies and second names, of which few ranks have many
+parked_blocks.hpp            blocks that have no place yet
 index.hpp, types.hpp         the rules that join the tree, the sets and the names
 store.hpp, remove.hpp, retire.hpp, parked.hpp
                              what a store, a removal, a clear and an unknown parent do

@@ -110,6 +110,7 @@ class Index {
   const Chronicle* chronicle() const { return chronicle_.get(); }  // null: changes are not noted
   uint64_t held(LayerId tier) const { return held_[tier]; }
   const CountArena& counts() const { return counts_; }
+  const ParkedArena& parked_blocks() const { return parked_blocks_; }
   NameKeys keys() const { return {tree_, records_, hash_}; }
 
   // Keeps predictions from now on (see index/predicted.hpp), unless it already does.
@@ -333,9 +334,8 @@ class Index {
     if (terms_.size() == 0 && rank.parked() == 0) return 0;
     const uint32_t slot = rank.names.find(name, keys());
     if (slot != Names::kAbsent) return term_at(keys().block(rank.names.value(slot)));
-    if (rank.parked() == 0) return 0;
-    const auto it = rank.rare->parked.find(name);
-    return it == rank.rare->parked.end() ? 0 : it->second.term;
+    const uint32_t at = parked_at(id, name);
+    return at == kNone ? 0 : parked_blocks_[at].term;
   }
 
   // The inherited hash term of a placed block; 0 without one.
@@ -347,11 +347,13 @@ class Index {
 
   size_t bytes() const {
     size_t total = tree_.bytes() + records_.bytes() + counts_.bytes() + terms_.bytes();
+    total += parked_blocks_.bytes() + order_.size() * sizeof(ParkedQueue::Entry);
     total += ranks_.capacity() * sizeof(Rank);
     for (const Rank& r : ranks_) {
-      total += r.names.bytes() + r.ghosts() * sizeof(uint64_t) + r.parked() * kParkedBytes;
+      total += r.names.bytes() + r.ghosts() * sizeof(uint64_t);
       if (r.rare == nullptr) continue;
       total += kRareStateBytes + r.rare->copies.bytes() + r.rare->shared.bytes();
+      total += r.rare->parked.bytes();
     }
     if (predicted_ != nullptr) total += predicted_->bytes();
     if (sequences_ != nullptr) total += sequences_->bytes();
@@ -362,7 +364,6 @@ class Index {
   friend class Verifier;
   friend class Conductor;
 
-  static constexpr size_t kParkedBytes = 200;  // two hash nodes and a queue entry
   static constexpr size_t kRareStateBytes = sizeof(RareState) + 576;  // an empty deque's memory
 
   // What a step of a sweep covers: slots passed, blocks freed, or members of a set copied; and the
@@ -449,17 +450,16 @@ class Index {
 
   void park_run(RankId id, const Store& s);
   void park(RankId id, uint64_t name, LayerId layer, const Store* content);
-  static void wait_for_parent(RareState& rare, Parked& p);
-  static void wait_no_more(RareState& rare, Parked& p);
   void bound_parked();
-  bool is_parked(const ParkedQueue::Entry& entry) const;
-  void forget_parked(RankId id, std::unordered_map<uint64_t, Parked, KeyedHash>::iterator it);
+  bool is_parked(uint32_t at, uint64_t stamp) const;
+  uint32_t parked_at(RankId id, uint64_t name) const;
+  void forget_parked(uint32_t at);
   bool unpark(RankId id, uint64_t name, LayerId layer);
   void drop_parked(RankId id, LayerMask mask);
   bool place_parked(Steps& steps);
   bool is_awaited(RankId id, uint64_t name) const;
   void gain_parked_layers(RankId id, uint64_t name);
-  void place_parked_child(RankId id, uint64_t parent, uint64_t name);
+  void place_parked_child(RankId id, uint64_t parent, uint32_t at);
 
   // ---- clearing, and sweeping retired ranks (index/retire.hpp)
 
@@ -470,8 +470,6 @@ class Index {
   size_t leave_chain(RankId id, NodeId node, LayerMask mask);
   void sweep_retired(Steps& steps);
   bool sweep_rare_state(RankId id, Steps& steps);
-  template <class Map>
-  static bool empty_out(Map& map, Steps& steps);
   bool sweep_names(RankId id, Steps& steps);
   void sweep_chain(RankId id, NodeId node, Steps& steps);
 
@@ -480,6 +478,7 @@ class Index {
   Tree tree_;
   Arena<Record> records_;
   CountArena counts_;
+  ParkedArena parked_blocks_;
   KeyedHash hash_;  // of names
   std::shared_ptr<Budget> budget_;
   std::shared_ptr<Chronicle> chronicle_;

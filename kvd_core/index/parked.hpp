@@ -1,15 +1,15 @@
 // Blocks that have no place yet: their parent is unknown, or only their name is known.
 //
-//   rank 7   parked    12 { content b, parent 11 }  15 { content c, parent 11 }  31 { named only }
-//            waiting   11 ─> 15 ─> 12                    blocks of one parent, the newest first
-//   index    order_    [ 12 | 15 | .. | 31 ]             oldest first, among stale entries
+//   rank 7   by name     12 { content b, parent 11 }  15 { content c, parent 11 }  31 { name only }
+//            by parent   11 ─> 15 ─> 12                  blocks of one parent, the newest first
+//   index    order_      [ 12 | 15 | .. | 31 ]           oldest first, among stale entries
 //
 //   31 arrives ─> its layers are added to the block that has just been placed
 //   11 arrives ─> placed_ [ 11 ] ─> 15 placed below it ─> placed_ [ 11 15 ] if blocks wait for 15
 //                                   `place_parked` goes on in slices, and 12 comes last
 //
-// Publishers' blocks are parked in the same tables, but are in no list of `waiting`:
-// conductor/waiting.hpp has what they wait for.
+// Publishers' blocks are parked in the same tables (index/parked_blocks.hpp), but are in no list of
+// a parent: conductor/waiting.hpp has what they wait for.
 //
 // Invariants (4 of index/index.hpp, in parts)
 //   1. a parked block with content is in the list of its parent, one without content is in none;
@@ -18,11 +18,10 @@
 //      of live ranks, at most `max_parked_`.
 //
 // Costs: park, unpark O(1); place_parked a store of one block for each block placed;
-// dropping layers O(parked blocks of the rank); some 200 bytes a block (kParkedBytes).
+// dropping layers O(parked blocks of the rank).
 #pragma once
 
 #include <cstdint>
-#include <unordered_map>
 
 #include "index/index.hpp"
 
@@ -49,20 +48,16 @@ inline void Index::park_run(RankId id, const Store& s) {
 
 // `content` is null when only the name is known.
 inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* content) {
-  RareState& rare = ranks_[id].rare_state();
-  auto it = rare.parked.find(name);
-  if (it == rare.parked.end()) {
-    it = rare.parked.emplace(name, Parked{false, 0, 0, 0, 0, ++stamp_}).first;
-    it->second.name = name;
-    order_.push({name, stamp_, id});
+  ParkedBlocks& parked = ranks_[id].rare_state().parked;
+  uint32_t at = parked.find(name, parked_blocks_);
+  if (at == kNone) {
+    at = parked.add(id, name, ++stamp_, parked_blocks_);
+    order_.push({stamp_, at});
     ++parked_;
     ++stats_.parked;
-    // The table may grow to the whole bound, and growing is not done in slices: reserve it all now.
-    if (rare.parked.size() == kGrowsTo && max_parked_ > kMaxParked)
-      rare.parked.reserve(max_parked_);
   }
-  Parked& p = it->second;
-  p.layers |= 1u << layer;
+  parked.add_layer(at, layer, parked_blocks_);
+  Parked& p = parked_blocks_[at];
   if (content != nullptr && !p.has_content) {
     p.has_content = true;
     p.parent = content->parent;
@@ -70,74 +65,54 @@ inline void Index::park(RankId id, uint64_t name, LayerId layer, const Store* co
     p.term = content->term;
     p.plain = content->plain == nullptr ? 0 : content->plain[0];
     p.space = content->space;
-    if (!ranks_[id].published) wait_for_parent(rare, p);
+    if (!ranks_[id].published) parked.wait(at, parked_blocks_);
   }
   bound_parked();
-}
-
-inline void Index::wait_for_parent(RareState& rare, Parked& p) {
-  Parked*& newest = rare.waiting[p.parent];
-  p.older = newest;
-  if (newest != nullptr) newest->newer = &p;
-  newest = &p;
-}
-
-inline void Index::wait_no_more(RareState& rare, Parked& p) {
-  if (p.older != nullptr) p.older->newer = p.newer;
-  if (p.newer != nullptr) {
-    p.newer->older = p.older;
-  } else if (p.older != nullptr) {
-    rare.waiting[p.parent] = p.older;
-  } else {
-    rare.waiting.erase(p.parent);
-  }
 }
 
 inline void Index::bound_parked() {
   while (parked_ > max_parked_) {
     const ParkedQueue::Entry oldest = order_.pop();
-    if (!is_parked(oldest)) continue;
-    forget_parked(oldest.rank, ranks_[oldest.rank].rare->parked.find(oldest.name));
+    if (!is_parked(oldest.at, oldest.stamp)) continue;
+    forget_parked(oldest.at);
     ++stats_.parked_dropped;
   }
   // Drops stale entries before they outnumber the parked blocks.
   if (order_.size() > 2 * parked_ + 64) {
-    order_.compact([&](const ParkedQueue::Entry& entry) { return is_parked(entry); });
+    order_.compact([&](const ParkedQueue::Entry& each) { return is_parked(each.at, each.stamp); });
   }
 }
 
-inline bool Index::is_parked(const ParkedQueue::Entry& entry) const {
-  const Rank& rank = ranks_[entry.rank];
-  if (!rank.live || rank.parked() == 0) return false;
-  const auto it = rank.rare->parked.find(entry.name);
-  return it != rank.rare->parked.end() && it->second.stamp == entry.stamp;
+// Whether a block of a live rank with that stamp is still parked.
+inline bool Index::is_parked(uint32_t at, uint64_t stamp) const {
+  return at < parked_blocks_.end() && parked_blocks_[at].stamp == stamp &&
+         ranks_[parked_blocks_[at].rank].live;
 }
 
-inline void Index::forget_parked(RankId id,
-                                 std::unordered_map<uint64_t, Parked, KeyedHash>::iterator it) {
-  RareState& rare = *ranks_[id].rare;
-  if (it->second.has_content && !ranks_[id].published) wait_no_more(rare, it->second);
+// The parked block of a name, kNone without one.
+inline uint32_t Index::parked_at(RankId id, uint64_t name) const {
+  const Rank& rank = ranks_[id];
+  return rank.parked() == 0 ? kNone : rank.rare->parked.find(name, parked_blocks_);
+}
+
+inline void Index::forget_parked(uint32_t at) {
+  ranks_[parked_blocks_[at].rank].rare->parked.erase(at, parked_blocks_);
   --parked_;
-  rare.parked.erase(it);
 }
 
 inline bool Index::unpark(RankId id, uint64_t name, LayerId layer) {
-  if (ranks_[id].parked() == 0) return false;
-  const auto it = ranks_[id].rare->parked.find(name);
-  if (it == ranks_[id].rare->parked.end() || (it->second.layers >> layer & 1) == 0) return false;
-  it->second.layers &= ~(1u << layer);
-  if (it->second.layers == 0) forget_parked(id, it);
+  const uint32_t at = parked_at(id, name);
+  if (at == kNone || (parked_blocks_[at].layers >> layer & 1) == 0) return false;
+  parked_blocks_[at].layers &= ~(1u << layer);
+  if (parked_blocks_[at].layers == 0) forget_parked(at);
   return true;
 }
 
 inline void Index::drop_parked(RankId id, LayerMask mask) {
   if (ranks_[id].parked() == 0) return;
-  auto& parked = ranks_[id].rare->parked;
-  for (auto it = parked.begin(); it != parked.end();) {
-    const auto here = it++;
-    here->second.layers &= ~mask;
-    if (here->second.layers == 0) forget_parked(id, here);
-  }
+  parked_ -= ranks_[id].parked();
+  ranks_[id].rare->parked.drop(mask, parked_blocks_);
+  parked_ += ranks_[id].parked();
 }
 
 // ---- placing them
@@ -155,8 +130,9 @@ inline bool Index::place_parked(Steps& steps) {
         rank.names.find(parent, keys()) == Names::kAbsent) {
       continue;
     }
-    const uint64_t name = rank.rare->waiting.find(parent)->second->name;
-    place_parked_child(id, parent, name);
+    const uint32_t newest = rank.rare->parked.newest(parent, parked_blocks_);
+    const uint64_t name = parked_blocks_[newest].name;
+    place_parked_child(id, parent, newest);
     if (is_awaited(id, parent)) placed_.emplace_back(id, parent);
     if (is_awaited(id, name)) placed_.emplace_back(id, name);
   }
@@ -166,15 +142,15 @@ inline bool Index::place_parked(Steps& steps) {
 // Whether parked blocks of the rank wait for a name.
 inline bool Index::is_awaited(RankId id, uint64_t name) const {
   const Rank& rank = ranks_[id];
-  return rank.parked() != 0 && rank.rare->waiting.count(name) != 0;
+  return rank.parked() != 0 && rank.rare->parked.newest(name, parked_blocks_) != kNone;
 }
 
 // Another event has placed the name of a parked block: the block only adds its layers.
 inline void Index::gain_parked_layers(RankId id, uint64_t name) {
-  const auto it = ranks_[id].rare->parked.find(name);
-  if (it == ranks_[id].rare->parked.end()) return;
-  const LayerMask layers = it->second.layers;
-  forget_parked(id, it);
+  const uint32_t at = parked_at(id, name);
+  if (at == kNone) return;
+  const LayerMask layers = parked_blocks_[at].layers;
+  forget_parked(at);
   ++stats_.unparked;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((layers >> layer & 1) == 0) continue;
@@ -183,10 +159,9 @@ inline void Index::gain_parked_layers(RankId id, uint64_t name) {
   }
 }
 
-inline void Index::place_parked_child(RankId id, uint64_t parent, uint64_t name) {
-  const auto it = ranks_[id].rare->parked.find(name);
-  const Parked p = it->second;
-  forget_parked(id, it);
+inline void Index::place_parked_child(RankId id, uint64_t parent, uint32_t at) {
+  const Parked p = parked_blocks_[at];
+  forget_parked(at);
   ++stats_.unparked;
   // No query finds a block that was hashed without its prompt's term. It is placed all the same:
   // removals name it, and the blocks below it inherit the term.
@@ -195,7 +170,8 @@ inline void Index::place_parked_child(RankId id, uint64_t parent, uint64_t name)
   if (term != p.term) ++stats_.parked_unsalted;
   for (LayerId layer = 0; layer < kMaxLayers; ++layer) {
     if ((p.layers >> layer & 1) == 0) continue;
-    const Store s{&name,  &p.local, 1, true, parent, layer, term, p.plain == 0 ? nullptr : &p.plain,
+    const Store s{&p.name, &p.local, 1,    true,
+                  parent,  layer,    term, p.plain == 0 ? nullptr : &p.plain,
                   p.space};
     place(id, s, tree_.after(block_of(id, parent)));
   }

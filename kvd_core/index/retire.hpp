@@ -73,19 +73,19 @@ inline void Index::pass_on(RankId from, RankId to) {
 inline RankId Index::clear(RankId id, LayerMask mask) {
   note_emptied(id, mask & ((1u << kTierLayers) - 1), Change::kCleared);
   if (predicted_ != nullptr && (mask & 1u << kDeviceLayer) != 0) predicted_->forget(id);
-  if (mask != kAllLayers) drop_parked(id, mask);
-  const bool all = mask == kAllLayers || (ranks_[id].parked() == 0 && lies_within(id, mask));
+  const bool all = mask == kAllLayers || lies_within(id, mask);
   if (all && ranks_[id].names.size() + ranks_[id].parked() > kClearAtOnce) return renew_rank(id);
-  if (mask == kAllLayers) drop_parked(id, mask);
+  drop_parked(id, mask);
   // A name that loses its last layer to a clear is forgotten: nothing may refer to it later.
   clear_names(id, mask | 1u << kGhostLayer);
   return id;
 }
 
-// Whether the rank holds nothing except ghosts outside `mask`, which has all layers of some tiers,
-// and nothing on media that are no tiers.
+// Whether the rank holds and awaits nothing except ghosts outside `mask`, which has all layers of
+// some tiers, and nothing on media that are no tiers.
 inline bool Index::lies_within(RankId id, LayerMask mask) const {
   const Rank& rank = ranks_[id];
+  if (rank.parked() != 0 && !rank.rare->parked.lies_within(mask)) return false;
   for (LayerId tier = 0; tier < kTierLayers; ++tier) {
     if ((mask >> tier & 1) != 0) continue;
     if (rank.held[tier] != 0 || rank.held[kFirstGroupLayer + tier] != 0) return false;
@@ -151,8 +151,10 @@ inline bool Index::sweep(uint32_t budget) {
   if (!resolve_waiting(steps)) return true;
   sweep_retired(steps);
   make_sequences(steps);
-  while (steps.left() && (tree_.shrink() || records_.shrink() || counts_.shrink()))
+  while (steps.left() &&
+         (tree_.shrink() || records_.shrink() || counts_.shrink() || parked_blocks_.shrink())) {
     steps.take(kStepsASegment);
+  }
   return !steps.left();
 }
 
@@ -170,13 +172,7 @@ inline bool Index::sweep_rare_state(RankId id, Steps& steps) {
   if (ranks_[id].rare == nullptr) return true;
   RareState& rare = *ranks_[id].rare;
   return rare.copies.sweep(counts_, steps) && rare.shared.sweep(counts_, steps) &&
-         empty_out(rare.parked, steps) && empty_out(rare.waiting, steps);
-}
-
-template <class Map>
-inline bool Index::empty_out(Map& map, Steps& steps) {
-  for (; !map.empty() && steps.left(); steps.take(1)) map.erase(map.begin());
-  return map.empty();
+         rare.parked.sweep(parked_blocks_, steps);
 }
 
 // True when the rank holds nothing any more and all its records are freed.

@@ -7,8 +7,7 @@
 //           └─ rare      made when the rank first needs one of these:
 //                          copies    (name, layer)  -> further copies
 //                          shared    (block, layer) -> further names
-//                          parked    name   -> a block that has no place yet
-//                          waiting   parent -> the newest parked block that waits for it
+//                          parked    blocks that have no place yet (index/parked_blocks.hpp)
 //                          ghosts    names dropped lately, oldest first
 //
 //   layer   0 1 2 3 | 4     | 5 .. 31
@@ -16,8 +15,7 @@
 //
 // The invariants that join these with the tree are in index/index.hpp.
 //
-// Costs: O(1), except `credited` and `presence`, which add up a rank's counters, and
-// `ParkedQueue::compact`, which passes at most `kCompactedAtOnce` entries.
+// Costs: O(1); `credited` and `presence` add up a rank's counters.
 #pragma once
 
 #include <cstddef>
@@ -25,14 +23,13 @@
 #include <deque>
 #include <memory>
 #include <numeric>
-#include <unordered_map>
 #include <vector>
 
 #include "events/types.hpp"
 #include "base/hash.hpp"
-#include "base/keyed.hpp"
 #include "index/counts.hpp"
 #include "index/names.hpp"
+#include "index/parked_blocks.hpp"
 #include "index/ranksets.hpp"
 #include "base/steps.hpp"
 #include "index/tree.hpp"
@@ -57,9 +54,6 @@ constexpr size_t kMaxParked = 65536;
 // Dropped names remembered per rank that offloads: an offload event names its block by hash
 // alone and may come after the device copy went; engines keep them a few steps apart.
 constexpr size_t kMaxGhosts = 4096;
-// Entries that a table of parked or waiting blocks grows to step by step, the last step taking 3
-// ms. A table that may grow further then reserves its whole bound at once.
-constexpr size_t kGrowsTo = size_t{1} << 15;
 // Cache groups remembered per rank. A hybrid model has a handful.
 constexpr size_t kMaxGroups = 64;
 // A cache with at most this many names is cleared at once, in some microseconds: no more than a new
@@ -125,77 +119,12 @@ struct Window {
   uint32_t blocks;  // blocks that the group must hold at the end of a reusable prefix
 };
 
-struct Parked {
-  bool has_content;  // false: only the name is known; `parent`, `local` and `term` mean nothing
-  uint64_t parent;
-  uint64_t local;
-  uint64_t term;
-  LayerMask layers;
-  uint64_t stamp;
-  // For the conductor only (conductor/conductor.hpp); 0 in other ranks.
-  uint64_t hash = 0;       // as the publisher announced it
-  uint64_t space = 0;      // namespace
-  uint64_t plain = 0;      // local hash by the seed of sequence hashes
-  uint64_t sequence = 0;   // sequence hash, 0 unknown
-  bool by_engine = false;  // an engine's own event has announced it
-  bool certain = false;    // it had a place with that sequence hash, in another process
-  // Links the parked blocks of its rank that wait for the same parent. Null for publishers' blocks,
-  // which are in no such list.
-  uint64_t name = 0;  // its own
-  Parked* newer = nullptr;
-  Parked* older = nullptr;
-};
-
-// Parked blocks, oldest first, among stale entries of blocks that are parked no longer. `compact`
-// drops the stale ones bit by bit: `kept_` has those that passed its check, and comes before
-// `rest_`.
-class ParkedQueue {
- public:
-  struct Entry {
-    uint64_t name;
-    uint64_t stamp;
-    RankId rank;
-  };
-
-  size_t size() const { return kept_.size() + rest_.size(); }
-  void push(const Entry& entry) { rest_.push_back(entry); }
-
-  Entry pop() {
-    std::deque<Entry>& from = kept_.empty() ? rest_ : kept_;
-    const Entry oldest = from.front();
-    from.pop_front();
-    return oldest;
-  }
-
-  template <class Wanted>
-  void compact(Wanted&& wanted) {
-    for (size_t n = 0; n < kCompactedAtOnce && !rest_.empty(); ++n) {
-      if (wanted(rest_.front())) kept_.push_back(rest_.front());
-      rest_.pop_front();
-    }
-    if (rest_.empty()) rest_.swap(kept_);
-  }
-
-  template <class Visit>
-  void each(Visit&& visit) const {
-    for (const std::deque<Entry>* part : {&kept_, &rest_}) {
-      for (const Entry& entry : *part) visit(entry);
-    }
-  }
-
- private:
-  static constexpr size_t kCompactedAtOnce = 64;  // entries checked for each block that is parked
-
-  std::deque<Entry> kept_, rest_;
-};
-
 // State that few ranks have, or that is small where they have it.
 struct RareState {
-  Counts copies;                                             // name and layer -> further copies
-  Counts shared;                                             // block and layer -> further names
-  std::unordered_map<uint64_t, Parked, KeyedHash> parked;    // by name
-  std::unordered_map<uint64_t, Parked*, KeyedHash> waiting;  // parent -> newest that waits for it
-  std::deque<uint64_t> ghosts;                               // names, oldest first
+  Counts copies;                // name and layer -> further copies
+  Counts shared;                // block and layer -> further names
+  ParkedBlocks parked;          // by name, and by the parent that they wait for
+  std::deque<uint64_t> ghosts;  // names, oldest first
 };
 
 // What a rank's stream has shown, besides its blocks. The members that a match reads of every rank

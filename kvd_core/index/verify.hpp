@@ -282,41 +282,54 @@ class Verifier {
   }
 
   void check_parked() {
-    size_t parked = 0;
+    size_t parked = 0, known = 0;
     for (RankId id = 0; id < index_.rank_end(); ++id) {
       const Rank& rank = index_.rank(id);
-      if (!rank.live || rank.rare == nullptr) continue;
+      if (rank.rare == nullptr) continue;
+      rank.rare->parked.each(index_.parked_blocks_, [&](const Parked&) { ++known; });
+      if (!rank.live) continue;
       parked += rank.parked();
-      check_parked_of(rank);
+      check_parked_of(id);
     }
     require(parked == index_.parked_count(), "index 4: parked blocks are counted");
     require(parked <= index_.max_parked_, "index 4: parked blocks are bounded");
+    require(known == index_.parked_blocks_.live(), "parked 2: the arena has those of the tables");
     size_t queued = 0;
-    index_.order_.each([&](const auto& entry) { queued += index_.is_parked(entry); });
+    index_.order_.each(
+        [&](const auto& entry) { queued += index_.is_parked(entry.at, entry.stamp); });
     require(queued == parked, "index 4: parked blocks are in the queue");
   }
 
-  void check_parked_of(const Rank& rank) {
+  void check_parked_of(RankId id) {
+    const Rank& rank = index_.rank(id);
+    const ParkedArena& arena = index_.parked_blocks_;
+    const ParkedBlocks& blocks = rank.rare->parked;
     size_t waiting = 0;
-    require(is_spread(rank.rare->parked) && is_spread(rank.rare->waiting),
-            "index 4: parked names are spread over the buckets");
-    for (const auto& [name, p] : rank.rare->parked) {
-      waiting += p.has_content && !rank.published;
-      require(p.name == name, "index 4: a parked block knows its name");
-      require(rank.names.find(name, index_.keys()) == Names::kAbsent,
+    require(blocks.is_spread(arena), "parked: names and parents are near their homes");
+    blocks.each(arena, [&](const Parked& p) {
+      waiting += p.waits;
+      require(p.waits == (p.has_content && !rank.published),
+              "index 4: a block that lacks its parent waits for it");
+      require(p.rank == id && &arena[blocks.find(p.name, arena)] == &p,
+              "parked 1: a block is found by its rank and name");
+      require(rank.names.find(p.name, index_.keys()) == Names::kAbsent,
               "index 4: a parked name is unknown");
       // A conductor's blocks wait for a parent in their namespace, by the hash that was announced.
       require(!p.has_content || p.hash != 0 || !index_.placed_.empty() ||
                   rank.names.find(p.parent, index_.keys()) == Names::kAbsent,
               "index 4: a parked block's parent is unknown");
-    }
-    for (const auto& [parent, newest] : rank.rare->waiting) {
-      const Parked* newer = nullptr;
-      for (const Parked* p = newest; p != nullptr; newer = p, p = p->older, --waiting) {
-        require(p->parent == parent && p->newer == newer, "index 4: parked children are linked");
+    });
+    blocks.each_newest(arena, [&](const Parked& newest) {
+      uint32_t newer = kNone;
+      for (uint32_t at = blocks.newest(newest.parent, arena); at != kNone; --waiting) {
+        const Parked& p = arena[at];
+        require(p.waits && p.parent == newest.parent && p.newer == newer,
+                "parked 1: children are linked");
+        newer = at;
+        at = p.older;
       }
-    }
-    require(waiting == 0, "index 4: parked children are indexed");
+    });
+    require(waiting == 0, "parked 1: children are found by their parent");
   }
 
   void check_predicted(const Predicted& p) {

@@ -124,6 +124,33 @@ def test_no_second_copy_or_name_takes_memory_for_those_before_it(renames: bool) 
     assert most < 256 * RUN
 
 
+def test_no_waiting_block_takes_memory_for_those_before_it() -> None:
+    index = PrefixIndex(1, IngestStats())
+    worker = index.add_worker(1)
+    most = 0
+    for first in range(0, 60 * RUN, RUN // 10):
+        before = used()
+        for block in range(first, first + RUN // 10):
+            worker.store(0, [block], [block], FAR + block)
+        most = max(most, used() - before)
+    assert index.stats()["parked_now"] == 60 * RUN
+    assert most < 128 * RUN
+
+
+def test_no_block_that_a_publisher_knows_by_hash_takes_memory_for_those_before_it() -> None:
+    index = PrefixIndex(1, IngestStats())
+    conductor = Conductor(index)
+    source = conductor.add_source("a", "", "", 0, True)
+    most = 0
+    for first in range(0, 100 * RUN, RUN):
+        hashes = list(range(first + 1, first + RUN + 1))
+        before = used()
+        assert source.store_named(0, None, "CPU", hashes, 0) == "placed"
+        most = max(most, used() - before)
+    assert index.stats()["parked_now"] == 100 * RUN
+    assert most < 256 * RUN
+
+
 @pytest.mark.parametrize("blocks", [16, 512, 8192])
 def test_a_batch_leaves_no_memory_with_its_stream(blocks: int) -> None:
     stored = ["BlockStored", list(range(blocks)), None, list(range(16 * blocks)), 16]

@@ -59,6 +59,7 @@ class Publishers:
         rows = [self.conductor.match_tokens(TOKENS, *scope) for scope in SCOPES]
         rows += [self.conductor.match_hashes(STANDARD, *scope) for scope in SCOPES]
         stats = {name: n for name, n in self.index.stats().items() if name != "bytes"}
+        self.conductor.sequence(1 << 16)  # drops stale entries, of which a slice may leave some
         waiting = self.conductor.stats()["waiting"]
         return {"counts": counts, "rows": rows, "stats": stats, "waiting": waiting} | (
             self.index.counters.as_dict()
