@@ -193,6 +193,15 @@ class ByteBlock {
 };
 #endif
 
+// The end of the run of 64-byte blocks from p on that are white space.
+[[gnu::noinline]] inline const uint8_t* white_blocks(const uint8_t* p, const uint8_t* end) {
+  for (; end - p >= 64; p += 64) {
+    const ByteBlock block(p);
+    if (~(block.equal(' ') | block.equal('\n') | block.equal('\r') | block.equal('\t')) != 0) break;
+  }
+  return p;
+}
+
 // The number written in the last `count` (1..8) of the eight bytes before `end`. Digits are joined
 // in parallel lanes into pairs, then fours, then all eight.
 inline uint64_t up_to_eight(const uint8_t* end, size_t count) {

@@ -22,7 +22,8 @@
 
 namespace kvd::scanning {
 
-// The result of find_end: the closing quote, or where and why the string is malformed.
+// The result of find_end: the closing quote, where and why the string is malformed, or another
+// byte, at which the search is to go on.
 struct TextEnd {
   const uint8_t* at;
   const char* problem;  // nullptr: none
@@ -141,15 +142,17 @@ inline void append_utf8(std::string& text, uint32_t c) {
   put(0x80 | (c & 63));
 }
 
-// Finds the end of a string from behind its opening quote.
-inline TextEnd find_end(const uint8_t* p, const uint8_t* end) {
-  bool escaped = false;
+// Finds the end of a string from behind its opening quote. Goes on behind `stop` only as long as
+// the text is plain; `escaped` says whether there were escapes before p.
+inline TextEnd find_end(const uint8_t* p, const uint8_t* end, const uint8_t* stop,
+                        bool escaped = false) {
   for (;;) {
     const uint8_t* const at = plain_run(p, end);
     const char* problem = "unterminated string";
     if (at == end) return {at, problem, escaped};
     if (*at == '"') return {at, nullptr, escaped};
     if (*at < ' ') return {at, "control character in a string", escaped};
+    if (at > stop) return {at, nullptr, escaped};
     if (*at == '\\') {
       escaped = true;
       p = escape(at, end, &problem);
@@ -158,7 +161,7 @@ inline TextEnd find_end(const uint8_t* p, const uint8_t* end) {
       p = utf8(at, end);
     }
     if (p == nullptr) return {at, problem, escaped};
-    while (p != end && *p >= 0x80) {  // text that is not ASCII comes in runs
+    while (p != end && *p >= 0x80 && p <= stop) {  // text that is not ASCII comes in runs
       const uint8_t* const more = utf8(p, end);
       if (more == nullptr) return {p, "invalid UTF-8", escaped};
       p = more;

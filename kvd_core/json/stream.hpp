@@ -146,7 +146,7 @@ class JsonStream {
     if (*quote != '"') {
       quote = closing_quote(quote, end);
       if (quote == nullptr) return nullptr;
-      const scanning::TextEnd found = scanning::find_end(p, quote + 1);
+      const scanning::TextEnd found = scanning::find_end(p, quote + 1, quote);
       if (found.problem != nullptr) malformed(found.problem);
       scanning::unescape(p, quote, unescaped_);
       chars = unescaped_;

@@ -1,5 +1,5 @@
 // libFuzzer over the body scanner: it reads no byte outside the body, its results are consistent,
-// and its two readers of arrays agree.
+// its two readers of arrays agree, and a scan in steps finds the same.
 //
 //   clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 //       -Ikvd_core tests/fuzz/fuzz_scan.cpp -o fuzz_scan && ./fuzz_scan -max_total_time=120 corpus/
@@ -30,7 +30,8 @@ struct Scanned {
   BodyScan scan;
   ScanResult result;
 
-  explicit Scanned(const std::string& text) {
+  // `step`: bytes of a step, 0: all in one.
+  explicit Scanned(const std::string& text, size_t step = 0) {
     scan.add_array("t", Element::u32);
     scan.add_array("h", Element::hash64);
     scan.add_field("m");
@@ -38,7 +39,13 @@ struct Scanned {
     // Exactly as long as the text, so that the sanitizer sees a read beyond it.
     body_.reset(new uint8_t[text.size()]);
     std::memcpy(body_.get(), text.data(), text.size());
-    result = scan.scan(body_.get(), text.size());
+    if (step == 0) {
+      result = scan.scan(body_.get(), text.size());
+    } else {
+      scan.begin(body_.get(), text.size());
+      while (!scan.advance(step)) {}
+      result = scan.result();
+    }
     end_ = body_.get() + text.size();
   }
 
@@ -74,8 +81,9 @@ std::string with_blanks(const std::string& text) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string body(reinterpret_cast<const char*>(data), size);
-  Scanned one(body), two(with_blanks(body));
+  Scanned one(body), two(with_blanks(body)), steps(body, 1 + size % 40);
 
+  demand(one.result == steps.result && one.scan.message() == steps.scan.message());
   demand(one.result == two.result);
   if (one.result == ScanResult::wrong) demand(one.scan.message() == two.scan.message());
   demand((one.result == ScanResult::ok) == one.scan.message().empty());
@@ -84,6 +92,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const auto &narrow = one.scan.narrow(i), &narrow_two = two.scan.narrow(i);
     const auto &wide = one.scan.wide(i), &wide_two = two.scan.wide(i);
     demand(narrow.size() == narrow_two.size() && wide.size() == wide_two.size());
+    demand(narrow.size() == steps.scan.narrow(i).size());
+    demand(wide.size() == steps.scan.wide(i).size());
     for (size_t k = 0; k < narrow.size(); ++k) demand(narrow.data()[k] == narrow_two.data()[k]);
     for (size_t k = 0; k < wide.size(); ++k) demand(wide.data()[k] == wide_two.data()[k]);
     demand(one.scan.present(i) == two.scan.present(i));
@@ -91,7 +101,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       demand(!one.scan.present(i) && narrow.size() + wide.size() == 0);
   }
   for (size_t i = 0; i < FIELDS; ++i) {
-    demand(one.text(i) == two.text(i));
+    demand(one.text(i) == two.text(i) && one.text(i) == steps.text(i));
     demand(one.result == ScanResult::ok || one.text(i) == "absent");
   }
   return 0;

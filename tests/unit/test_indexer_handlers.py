@@ -64,6 +64,9 @@ MEMBERS = st.one_of(
 USUAL = [("token_ids", json.dumps(TOKENS)), ("block_hashes", "[1]"), ("model_name", '"m"')]
 BODIES = st.lists(MEMBERS, max_size=4).map(lambda more: members_body([*USUAL, *more]))
 
+ESCAPES = r"a\n\u4e2d\ud83d\ude00\"" + "é中"
+NESTED = f'[[],{{"{ESCAPES}":["{ESCAPES}",{{}},-1.5e3,null]}},[[ {{"":[]}} ]]]'
+
 
 def members_body(members: list[tuple[str, str]]) -> bytes:
     return ("{" + ",".join(f'"{name}":{value}' for name, value in members) + "}").encode()
@@ -110,6 +113,12 @@ def outcome(route: Route, body: bytes, some_bytes: int) -> Any:
 @example(body=members_body([("token_ids", "[1,2,]"), ("model_name", '"m"')]), some_bytes=1)
 @example(body=members_body([("token_ids", "[1,2")]), some_bytes=1)
 @example(body=members_body([*USUAL, ("token_ids", "[1]")]), some_bytes=1)
+@example(body=members_body([*USUAL, ("x", NESTED), (ESCAPES, NESTED)]), some_bytes=1)
+@example(body=members_body([*USUAL, ("lora_name", f'"{ESCAPES}"'), (ESCAPES, "0")]), some_bytes=1)
+@example(body=members_body([*USUAL, ("lora_name", NESTED)]), some_bytes=1)
+@example(body=members_body([*USUAL, ("x", NESTED[:-1])]), some_bytes=1)
+@example(body=members_body([*USUAL, ("lora_name", f'"{ESCAPES}')]), some_bytes=1)
+@example(body=members_body([("token_ids", f'"{ESCAPES}"')]), some_bytes=1)
 def test_a_body_may_be_scanned_in_steps(route: Route, body: bytes, some_bytes: int) -> None:
     async def ask() -> None:
         assert outcome(route, body, some_bytes) == outcome(route, body, 0)
@@ -130,16 +139,32 @@ def test_a_long_body_that_is_refused_is_neither_copied_nor_scanned_again(some_by
     assert most < len(body)
 
 
-def test_steps_of_a_scan_are_short() -> None:
+@pytest.mark.parametrize(
+    ("body", "some"),
+    [
+        (json.dumps({"token_ids": list(range(100_000))}).encode(), 1100),
+        (members_body([("token_ids", "[" + "1 ,1," * 20_000 + "1]")]), 300),
+        (members_body([("x", "[" * 50_000 + "]" * 50_000)]), 600),  # the end is read in one step
+        (members_body([("x", "[" + "[]," * 30_000 + "[]]")]), 300),
+        (members_body([("x", "{" + '"":0,' * 20_000 + '"":0}')]), 300),
+        (members_body([("x", "[" + '"",' * 30_000 + '""]')]), 300),
+        (members_body([("x", f'["{ESCAPES * 2000}"]')]), 300),
+        (members_body([("x", f'{{"{ESCAPES * 2000}":0}}')]), 300),
+        (members_body([("tenant_id", f'"{ESCAPES * 2000}"')]), 300),
+        (members_body([("x", "0")] * 20_000), 300),
+        (members_body([(ESCAPES * 2000, "0")]), 300),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_steps_of_a_scan_are_short(body: bytes, some: int) -> None:
     handler = ROUTES["/query"].handler
     assert isinstance(handler, HotHandler)
-    body = body_of(token_ids=list(range(100_000)))
     ahead = handler.ahead(body)
     assert ahead is not None
     steps = 1
     while not ahead.advance(1000):
         steps += 1
-    assert steps > len(body) // 1100
+    assert steps > len(body) // some
 
 
 @every_query
