@@ -155,6 +155,7 @@ class State:
         self.unconfirmed: set[tuple[PartitionKey, InstanceId]] = set()  # see confirm()
         self._departed: set[_Departure] | None = None
         self._to_sweep: dict[SizedKey, Partition] = {}  # left to examine in the current round
+        self._ended: list[Partition] = []  # without workers and publishers, until all is freed
         self.unnoted_departures = 0  # beyond MAX_DEPARTED
 
     def partition(self, model_name: str, tenant_id: str) -> Partition:
@@ -402,7 +403,7 @@ class State:
         return partition
 
     def _drop(self, partition: Partition) -> None:
-        """Forgets a partition without workers and publishers."""
+        """Forgets a partition without workers and publishers, whose blocks `sweep` frees."""
         del self.sized[partition.sized_key]
         self._to_sweep.pop(partition.sized_key, None)
         sizes = self._sizes[partition.key]
@@ -411,6 +412,7 @@ class State:
             del self._sizes[partition.key]
         for name in TOTALS:
             self.ended_totals[name] += partition.index.stats()[name]
+        self._ended.append(partition)
 
     def _remove_worker(self, partition: Partition, instance_id: InstanceId) -> None:
         linked = instance_id in partition.linked
@@ -434,9 +436,14 @@ class State:
     def sweep(self, max_steps: int) -> bool:
         """Frees the memory of removed and cleared ranks, in small steps; True while there is more.
 
-        Also makes missing sequence hashes. Returns False, too, after SWEPT_PARTITIONS partitions
-        with nothing to do; the next call goes on with the others.
+        Partitions that have ended come first. Also makes missing sequence hashes. Returns False,
+        too, after SWEPT_PARTITIONS partitions with nothing to do; the next call goes on with the
+        others.
         """
+        if self._ended:
+            if not self._ended[-1].index.sweep(max_steps):
+                self._ended.pop()
+            return True
         for _ in range(min(SWEPT_PARTITIONS, len(self.sized))):
             if not self._to_sweep:
                 self._to_sweep = dict(self.sized)
