@@ -52,6 +52,7 @@ constexpr uint32_t kBlocksAtOnce = 8192;
 // Hashes without tokens, or blocks below an unknown parent, applied between two such checks.
 constexpr uint32_t kHashesAtOnce = 512;
 // Costs in steps of 0.1 us.
+constexpr size_t kStepsAStored = 8;  // a stored event, besides its blocks: a chain of its own
 constexpr size_t kStepsABlock = 5;
 constexpr size_t kStepsAName = 8;
 constexpr size_t kStepsARemoval = 4;
@@ -412,6 +413,7 @@ class SlicedBatch {
     if (item.type == decoding::Type::STORED) {
       decoding::PendingStored& pending = state_->scratch.stored[item.index];
       if (state_->at == 0) decoding::point_into(state_->scratch, pending);
+      steps.take(kStepsAStored);
       state_->at = sink.stored(static_cast<const StoredEvent&>(pending.event), state_->at, steps);
       if (state_->at < pending.event.n_hashes) return;
     } else if (item.type == decoding::Type::REMOVED) {

@@ -7,7 +7,7 @@ import time
 from kvd_core.index.prefix_index import Slice
 
 STEP_NS = 100
-SLACK = 5
+SLACK = 2
 LOOK = 512  # steps between two readings of the clock
 
 
