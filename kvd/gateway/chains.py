@@ -23,7 +23,7 @@ from kvd.gateway.stats import GatewayStats
 from kvd.gateway.upstreams import Served
 from kvd_core.prompts.conversations import Strands
 
-# Memory for beginnings of conversations without token ids: about 100,000.
+# Memory for beginnings of conversations without token ids: about 400,000.
 TEXT_BYTES = 16 * 1024 * 1024
 MAX_RESPONSES = 262_144  # responses whose engine is remembered, about 200 bytes each
 RESPONSE_S = 3600.0  # time for which the engine of a response is remembered

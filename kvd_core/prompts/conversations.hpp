@@ -16,24 +16,24 @@
 // a number, made of the beginning that was seen first.
 //
 // Invariants
-//   1. `order_` has every entry once, least recently used first; `entries_` finds it by its hash;
+//   1. every entry is linked once, from the least recently used one on; the table finds it by its
+//      hash;
 //   2. `bytes_` is what all entries take and is at most `max_bytes_`; entries that do not fit by
 //      themselves are not kept.
 //
 // Costs (messages m, bytes b, blocks n): recall O(b) for the hashes, about 0.1 ns a byte, and m
 // probes from the last message back; remember the same and a copy of n hashes; strand_of both in
-// one pass; 8 bytes a block and about 150 an entry.
+// one pass; 8 bytes a block, and 64 an entry or 40 a strand.
 #pragma once
 
 #include <xxhash.h>
 
 #include <cstdint>
-#include <list>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "base/arena.hpp"
 #include "base/keyed.hpp"
 #include "prompts/messages.hpp"
 
@@ -67,7 +67,7 @@ class Beginnings {
  public:
   explicit Beginnings(size_t max_bytes) : max_bytes_(max_bytes) {}
 
-  size_t size() const { return entries_.size(); }
+  size_t size() const { return entries_.live(); }
   size_t bytes() const { return bytes_; }
   uint64_t forgotten() const { return forgotten_; }  // entries that made room for others
 
@@ -75,6 +75,9 @@ class Beginnings {
   struct Known {
     Beginning of;
     Value value;
+    uint32_t older, newer;  // neighbours in the order of use
+
+    uint32_t& free_link() { return older; }
   };
 
   // Hashes every beginning that ends with a message, each with where it ends; false without any.
@@ -94,11 +97,12 @@ class Beginnings {
   // Finds the longest known beginning of what was read, and makes it the last to go.
   const Known* longest(const char** end) {
     for (size_t i = read_.size(); i-- > 0;) {
-      const auto found = entries_.find(read_[i].first);
-      if (found == entries_.end()) continue;
-      order_.splice(order_.end(), order_, found->second);
+      const uint32_t at = find(read_[i].first);
+      if (at == kNone) continue;
+      unlink(at);
+      append(at);
       if (end != nullptr) *end = read_[i].second;
-      return &*found->second;
+      return &entries_[at];
     }
     return nullptr;
   }
@@ -109,39 +113,66 @@ class Beginnings {
   // Notes what all that was read is; false if it does not fit.
   bool keep(Value value) {
     const Beginning of = whole();
-    if (const auto found = entries_.find(of); found != entries_.end()) forget(found->second);
+    if (const uint32_t known = find(of); known != kNone) forget(known);
     const size_t needed = kEntryBytes + value.bytes();
     if (needed > max_bytes_) return false;
     while (bytes_ + needed > max_bytes_) {
-      forget(order_.begin());
+      forget(oldest_);
       ++forgotten_;
     }
-    order_.push_back({of, std::move(value)});
-    entries_.emplace(of, std::prev(order_.end()));
+    table_.make_room();
+    const uint32_t at = entries_.take();
+    entries_[at].of = of;
+    entries_[at].value = std::move(value);
+    table_.insert(entries_.hash_of(at), at, entries_);
+    append(at);
     bytes_ += needed;
     return true;
   }
 
  private:
-  struct Hash {
+  static constexpr uint32_t kNone = 0xffffffffu;
+  static constexpr size_t kEntryBytes = sizeof(Known) + 8;  // with its slot in the table
+
+  struct KnownArena : Arena<Known> {
     KeyedHash hash;
-    size_t operator()(const Beginning& of) const { return hash(of.low, of.high); }
+
+    uint64_t hash_of(uint32_t at) const { return hash((*this)[at].of.low, (*this)[at].of.high); }
   };
-  using Order = std::list<Known>;
 
-  static constexpr size_t kEntryBytes = 152;  // an entry's node, and its index in the table
+  uint32_t find(const Beginning& of) const {
+    const uint32_t slot = table_.find(entries_.hash(of.low, of.high),
+                                      [&](uint32_t at) { return entries_[at].of == of; });
+    return slot == ProbeTable::kEmpty ? kNone : table_.at(slot);
+  }
 
-  void forget(typename Order::iterator entry) {
-    bytes_ -= kEntryBytes + entry->value.bytes();
-    entries_.erase(entry->of);
-    order_.erase(entry);
+  void forget(uint32_t at) {
+    bytes_ -= kEntryBytes + entries_[at].value.bytes();
+    table_.erase(table_.index_of(entries_.hash_of(at), at), entries_);
+    unlink(at);
+    entries_[at].value = Value{};
+    entries_.give(at);
+  }
+
+  void append(uint32_t at) {
+    entries_[at].older = newest_;
+    entries_[at].newer = kNone;
+    (newest_ == kNone ? oldest_ : entries_[newest_].newer) = at;
+    newest_ = at;
+  }
+
+  void unlink(uint32_t at) {
+    const uint32_t older = entries_[at].older, newer = entries_[at].newer;
+    (older == kNone ? oldest_ : entries_[older].newer) = newer;
+    (newer == kNone ? newest_ : entries_[newer].older) = older;
   }
 
   size_t max_bytes_;
   size_t bytes_ = 0;
   uint64_t forgotten_ = 0;
-  Order order_;
-  std::unordered_map<Beginning, typename Order::iterator, Hash> entries_;
+  KnownArena entries_;
+  ProbeTable table_;
+  uint32_t oldest_ = kNone, newest_ = kNone;
   std::vector<std::pair<Beginning, const char*>> read_;  // of the last conversation read
 };
 

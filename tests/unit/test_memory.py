@@ -18,6 +18,7 @@ from kvd.platform.memory import (
 )
 from kvd_core.conductor.conductor import Conductor
 from kvd_core.index.prefix_index import IngestStats, PrefixIndex, Stream
+from kvd_core.prompts.conversations import Strands
 from tests.support.applying import apply_whole
 
 PIECE = 1000  # bytes
@@ -149,6 +150,19 @@ def test_no_block_that_a_publisher_knows_by_hash_takes_memory_for_those_before_i
         most = max(most, used() - before)
     assert index.stats()["parked_now"] == 100 * RUN
     assert most < 256 * RUN
+
+
+def test_no_conversation_takes_memory_for_those_before_it() -> None:
+    strands = Strands(1 << 24)
+    most = 0
+    for first in range(0, 60 * RUN, RUN // 10):
+        conversations = [b"[%d]" % number for number in range(first, first + RUN // 10)]
+        before = used()
+        for each in conversations:
+            assert strands.strand_of(b"", each) is not None
+        most = max(most, used() - before)
+    assert len(strands) == 60 * RUN
+    assert most < 128 * RUN
 
 
 @pytest.mark.parametrize("blocks", [16, 512, 8192])

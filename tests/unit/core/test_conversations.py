@@ -18,6 +18,7 @@ from kvd_core.prompts.conversations import (
 )
 
 ROOM = 1 << 20
+ENTRY, STRAND = 64, 40  # bytes of one, without hashes
 
 
 def hashes(*numbers: int) -> bytes:
@@ -65,7 +66,7 @@ def test_without_messages_nothing_is_kept(messages: bytes) -> None:
 
 
 def test_the_longest_unused_make_room() -> None:
-    kept = Conversations(3 * (152 + 80))
+    kept = Conversations(3 * (ENTRY + 80))
     prompts = [packed([number]) for number in range(4)]
     ten = hashes(*range(10))
     for each in prompts[:3]:
@@ -83,7 +84,7 @@ def test_a_conversation_is_kept_once() -> None:
     for blocks in (3, 1, 2):
         assert kept.remember(b"", b"[1]", hashes(*range(blocks)), blocks)
     assert len(kept) == 1
-    assert kept.size_bytes == 152 + 16
+    assert kept.size_bytes == ENTRY + 16
     assert kept.recall(b"", b"[1,2]") == recalled([0, 1], 2, 3)
 
 
@@ -121,7 +122,7 @@ def test_a_thread_goes_on_from_its_longest_beginning() -> None:
 
 
 def test_threads_make_room() -> None:
-    strands = Strands(2 * 152)
+    strands = Strands(2 * STRAND)
     begun = [strands.strand_of(b"", packed([number])) for number in range(3)]
     assert (len(strands), strands.forgotten) == (2, 1)
     assert strands.strand_of(b"", packed([2, "more"])) == begun[2]
