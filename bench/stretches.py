@@ -24,6 +24,11 @@ class Stretch:
     exact: bool  # False: `ms` is an upper bound, as the cause had a longer stretch before
     cpu_ms: float = 0.0  # CPU time of the thread in it, if it is exact
 
+    @property
+    def own_ms(self) -> float:
+        """Its CPU time, or the upper bound if that is not known."""
+        return self.cpu_ms if self.exact else self.ms
+
     def __str__(self) -> str:
         cause = self.cause.replace("_", " ")
         return (

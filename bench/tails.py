@@ -1,6 +1,6 @@
 """Measures latencies of queries beside other work, and how long kvd's loop is held, by which cause.
 
-    python bench/tails.py [CASE ...] [--seconds 5] [--peer-python PEER/bin/python]
+    python bench/tails.py [CASE ...] [--seconds 5] [--rounds 3] [--peer-python PEER/bin/python]
 
 One connection sends one question after the other, a /query of 512 tokens unless a case says
 otherwise. Meanwhile, by case:
@@ -23,9 +23,14 @@ otherwise. Meanwhile, by case:
 Each case has a fresh daemon. Those about the index begin with 1,000,000 blocks, or half of that
 over 512 streams; a recovery is of 4,000,000. Cases that the peer has as well are measured on both,
 one after the other. A stretch is the time from one check of the sockets to the next
-(docs/operations.md, How busy the loop is). The last line says how long work that is always the same
-takes on this machine, for four times as long as a case: stretches that are longer by as much need
-not be kvd's.
+(docs/operations.md, How busy the loop is).
+
+Each case is run `--rounds` times. A long step of kvd's comes again in every round, a moment in
+which the machine stood still does not. So a row has the longest stretch of the round that had the
+shortest one ("in every round": no less than this is kvd's), and the longest ones of the worst
+round. The other figures are medians. The last line says how long work that is always the same takes
+on this machine, for four times as long as a case: stretches of one round that are longer by as much
+need not be kvd's.
 """
 
 from __future__ import annotations
@@ -36,12 +41,14 @@ import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -50,7 +57,7 @@ import machine
 from errors import BenchError, run
 from generator import Generator, Hold, Option, Result, build
 from servers import Contender, Server, free_ports, running, running_on
-from stretches import Reading
+from stretches import Reading, Stretch
 
 HERE = Path(__file__).resolve().parent
 
@@ -79,6 +86,21 @@ Beside = Callable[[], None]  # does a piece of work; called beside the queries, 
 
 
 @dataclass(frozen=True)
+class Round:
+    """What one round of a case has found."""
+
+    figures: Result
+    over_1_ms: int = 0  # stretches
+    over_5_ms: int = 0
+    longest: list[Stretch] = field(default_factory=list)  # of each cause; empty for the peer
+
+    @property
+    def longest_own(self) -> Stretch:
+        """The stretch with the most CPU time."""
+        return max(self.longest, key=lambda stretch: stretch.own_ms)
+
+
+@dataclass(frozen=True)
 class Bench:
     """The contender, and what every case needs to measure it."""
 
@@ -86,6 +108,8 @@ class Bench:
     contender: Contender
     logs: Path
     seconds: float
+    # By row of the case that is being measured.
+    rounds: dict[str, list[Round]] = field(default_factory=lambda: defaultdict(list))
 
     def load(self, streams: int) -> dict[str, Option]:
         asked: dict[str, Option] = {"kind": "query", "tokens": 512, "hit": 0.5, "conns": 1}
@@ -102,26 +126,36 @@ class Bench:
             yield server, stack.enter_context(hold)
 
     def measure(self, case: str, server: Server, asked: dict[str, Option], beside: Beside) -> None:
-        """Runs queries while a thread calls `beside` again and again; prints a row."""
+        """Runs queries while a thread calls `beside` again and again; keeps what it finds."""
         before = self._reading(server)
         with repeated(beside):
             figures = self.generator.run("http", server, **asked)
-        self._print(case, figures, before, self._reading(server))
+        after = self._reading(server)
+        found = Round(figures)
+        if before is not None and after is not None:
+            over = after.over(before, 0.001), after.over(before, 0.005)
+            found = Round(figures, *over, after.longest(before))
+        self.rounds[case].append(found)
 
     def _reading(self, server: Server) -> Reading | None:
         return Reading.of(server) if self.contender.name == "kvd" else None
 
-    def _print(
-        self, case: str, figures: Result, before: Reading | None, after: Reading | None
-    ) -> None:
-        cells = [f"{self.contender.name}: {case}"]
-        cells += [f"{figures[key]:,.0f}" for key in ("p50_us", "p99_us", "p999_us", "max_us")]
-        if before is None or after is None:
-            cells += ["", "", ""]
-        else:
-            longest = ", ".join(map(str, after.longest(before)[:4]))
-            cells += [f"{after.over(before, 0.001):,}", f"{after.over(before, 0.005):,}", longest]
-        print(f"| {' | '.join(cells)} |", flush=True)
+    def print_rows(self) -> None:
+        """Prints a row for each that the rounds of a case have found, and forgets them."""
+        for case, rounds in self.rounds.items():
+            cells = [f"{self.contender.name}: {case}"]
+            for key in ("p50_us", "p99_us", "p999_us", "max_us"):
+                cells.append(f"{statistics.median(each.figures[key] for each in rounds):,.0f}")
+            if rounds[0].longest:
+                cells.append(f"{statistics.median(each.over_1_ms for each in rounds):,.0f}")
+                cells.append(f"{statistics.median(each.over_5_ms for each in rounds):,.0f}")
+                ranked = sorted(rounds, key=lambda each: each.longest_own.own_ms)
+                longest = ", ".join(map(str, ranked[-1].longest[:4]))
+                cells += [str(ranked[0].longest_own), longest]
+            else:
+                cells += [""] * 4
+            print(f"| {' | '.join(cells)} |", flush=True)
+        self.rounds.clear()
 
 
 def data(streams: int) -> dict[str, Option]:
@@ -484,9 +518,12 @@ OF_PEER = [*EVENTS, "dump"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
+    parser.add_argument("--rounds", type=int, default=1, help="of each case")
     parser.add_argument("--peer-python", metavar="PY", help="interpreter that has dynamo")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"unknown case {', '.join(sorted(unknown))}")
     logs = HERE / "build"
@@ -500,11 +537,13 @@ def main() -> None:
     print(machine.describe(), machine.commit(HERE), sep="; ", end="; ")
     print(f"load average {os.getloadavg()[0]:.1f} before\n")
     print("| case | p50 µs | p99 µs | p99.9 µs | longest µs | stretches > 1 ms | > 5 ms |", end="")
-    print(" longest stretches, ms |\n|---|---|---|---|---|---|---|---|")
+    print(" in every round, ms | longest stretches, ms |\n|---|---|---|---|---|---|---|---|---|")
     other = machine.OtherLoad()
     for name in options.cases or CASES:
         for bench in benches[: 1 + (name in OF_PEER)]:
-            CASES[name](bench)
+            for _ in range(options.rounds):
+                CASES[name](bench)
+            bench.print_rows()
     print(f"\nOther processes used {other.cores():.2f} cores.")
     work = machine.fixed_work(4 * options.seconds)
     p50, p99 = (work[len(work) * at // 100] for at in (50, 99))
