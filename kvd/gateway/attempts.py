@@ -143,7 +143,7 @@ class EngineChooser:
             serving = engines_of(attempt.served)
             eligible = self._eligible(attempt, serving)
             try:
-                way = self._way(attempt, eligible)
+                way = await self._way(attempt, eligible)
                 engines = eligible.pairs if way is PrefillPath.REMOTE else eligible.alone
                 if not engines:
                     if serving and not attempt.tried:
@@ -188,7 +188,7 @@ class EngineChooser:
             return known[1]
         return eligible_engines(attempt.held_by(serving), attempt.path)
 
-    def _way(self, attempt: Attempt, eligible: EligibleEngines) -> PrefillPath | None:
+    async def _way(self, attempt: Attempt, eligible: EligibleEngines) -> PrefillPath | None:
         """Returns the way a prompt is computed, None if its model has no prefill engine."""
         if attempt.path not in LIMITS or not self._upstreams.prefills(attempt.served):
             return None
@@ -200,7 +200,7 @@ class EngineChooser:
         if self._choices.least_prefill_tokens(question) < self._remote_tokens:
             return PrefillPath.SHORT
         if attempt.prefill_body is None:
-            attempt.prefill_body = prefill_body(attempt.path, attempt.body)
+            attempt.prefill_body = await prefill_body(attempt.asked, attempt.path, attempt.body)
         return PrefillPath.UNSUITED if attempt.prefill_body is None else PrefillPath.REMOTE
 
     def _question(

@@ -178,7 +178,7 @@ class Forwarder:
             return None  # it has left meanwhile
         if _is_vllm(prefill):
             return await self._send_in_turn(request, attempt, chosen, prefill)
-        body = meeting(attempt.asked, attempt.body, prefill)
+        body = await meeting(attempt.asked, attempt.body, prefill)
         concurrent = ConcurrentPrefill(self._exchanges, request, prefill, attempt.request_id, body)
         done = await self._send(request, attempt, chosen, body, concurrent)
         if concurrent.failure is not None:
@@ -201,7 +201,7 @@ class Forwarder:
         if (cached := cached_tokens(result.held)) is not None:
             self._answering.note_reported(attempt, chosen, cached)
         self._choices.note_prefilled(chosen.reservation_id)
-        body = taking_over(attempt.asked, attempt.body, params)
+        body = await taking_over(attempt.asked, attempt.body, params)
         return await self._send(request, attempt, chosen, body, takes_over=True)
 
     async def _without_prefill(

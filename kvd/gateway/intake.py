@@ -15,12 +15,13 @@ from kvd.gateway.chains import Chains
 from kvd.gateway.errors import GatewayError, Reason
 from kvd.gateway.heads import KEY_HEADERS
 from kvd.gateway.probing import EngineKind
-from kvd.gateway.requests import Api, ClientRequest, passed_gateways, read
+from kvd.gateway.requests import SCANNER, Api, ClientRequest, passed_gateways, read
 from kvd.gateway.stats import Decision
 from kvd.gateway.tokens import Tokens
 from kvd.gateway.upstream import Upstream
 from kvd.gateway.upstreams import Served, Upstreams
 from kvd.http.relayed import RelayedRequest
+from kvd.http.scanning import scanned_ahead
 
 NOT_BOOKED = ""  # the reservation id of a request that is not booked
 
@@ -35,7 +36,8 @@ class Intake:
 
     async def attempt(self, api: Api, request: RelayedRequest, request_id: bytes) -> Attempt:
         """Reads a request, finds its model, engines and tokens; raises GatewayError."""
-        asked = read(api, request.headers, request.body)
+        ahead = None if api is Api.FORM else await scanned_ahead(SCANNER, request.body)
+        asked = read(api, request.headers, request.body, ahead)
         self._refuse_if_back(asked.passed)
         served = self._served(asked.model, asked.adapter)
         engines = self._upstreams.serving(served)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import trio
 
@@ -40,6 +40,7 @@ from kvd.gateway.probing import EngineKind
 from kvd.gateway.requests import FLEET_MEMBERS, MAX_PROMPTS, ClientRequest, count_texts
 from kvd.gateway.upstream import Upstream
 from kvd.http.relayed import RelayedRequest
+from kvd.http.scanning import scanned_ahead
 from kvd.selection.worker_record import Role
 from kvd.telemetry.logs import get_logger
 from kvd.wire.hosts import literal
@@ -73,6 +74,7 @@ NOT_FOR_PREFILL = (
 )
 # With these members only the engine that computed the prompt, or keeps a state, can answer.
 UNSUITED = ("echo", "prompt_logprobs", "use_beam_search", "previous_response_id", "background")
+OFF = (b"null", b"false")
 HAND_OVER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -83,6 +85,12 @@ HAND_OVER = {
 }
 PARAMS = "kv_transfer_params"
 SCANNER = BodyScanner({}, (), (PARAMS,))
+# The members that a prefill engine of vLLM is not sent, or not as they are, by path.
+CHANGED = {
+    path: BodyScanner({}, (), (*NOT_FOR_PREFILL, *UNSUITED, *limits, "stream", PARAMS))
+    for path, limits in LIMITS.items()
+}
+OF_FLEET = BodyScanner({}, (), FLEET_MEMBERS)
 # Bits of a room's number. Rooms are below 2^63; a request with n answers has n rooms in a row.
 ROOM_BITS = 62
 RANDOM = SystemRandom()  # other gateways choose rooms at the same engines
@@ -147,29 +155,23 @@ def _only_decodes(upstream: Upstream) -> bool:
     return _kind(upstream) is EngineKind.SGLANG and upstream.role is Role.DECODE
 
 
-def prefill_body(path: bytes, body: bytes) -> bytes | None:
+async def prefill_body(asked: ClientRequest, path: bytes, body: bytes) -> bytes | None:
     """Returns the body for a prefill engine of vLLM, None if the request is unsuited.
 
     It is that of the request, changed to ask for one token and no stream.
     """
+    scanner = CHANGED[path]
+    ahead = await scanned_ahead(scanner, body)
     try:
-        members: dict[str, Any] = json.loads(body)
-    except (ValueError, RecursionError):  # the engine that answers will judge it
+        given = scanner.scan(body, ahead)
+    except (TypeError, ValueError):  # it has a member twice: the engine that answers will judge it
         return None
-    prompt = members.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    asked = [members.get(name) for name in UNSUITED]
-    unsuited = any(value is not None and value is not False for value in asked)
-    if several or unsuited or members.get("n") not in (None, 1):
+    if not asked.is_single or any(given.get(each, b"null") not in OFF for each in UNSUITED):
         return None
-    for name in NOT_FOR_PREFILL:
-        members.pop(name, None)
     always, *others = LIMITS[path]
-    members[always] = 1
-    members.update(dict.fromkeys((name for name in others if name in members), 1))
-    members["stream"] = False
-    members[PARAMS] = HAND_OVER
-    return json.dumps(members, separators=(",", ":")).encode()
+    limits = dict.fromkeys((always, *(name for name in others if name in given)), 1)
+    members = limits | {"stream": False, PARAMS: HAND_OVER}
+    return scanner.opened(body) + json.dumps(members, separators=(",", ":"))[1:].encode()
 
 
 def handed_over(answer: Answer) -> bytes | None:
@@ -203,12 +205,12 @@ def judge_host(params: bytes, prefill: Upstream, decode: Upstream) -> None:
         log.warning("prefill_unreachable", url=prefill.url, host=host)
 
 
-def taking_over(asked: ClientRequest, body: bytes, params: bytes) -> bytes:
+async def taking_over(asked: ClientRequest, body: bytes, params: bytes) -> bytes:
     """Returns the body for the engine that takes over, with these parameters added."""
-    return _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
+    return await _with(asked, body, b'"%b":%b' % (PARAMS.encode(), params))
 
 
-def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes:
+async def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes:
     """Returns the body for both engines of an SGLang pair, which says where they meet.
 
     Raises GatewayError if it has more than MAX_PROMPTS prompts.
@@ -227,7 +229,7 @@ def meeting(asked: ClientRequest, body: bytes, engine_rank: EngineRank) -> bytes
             "room": [_room(engine_rank) for _ in range(count)],
         }
     named = {f"bootstrap_{name}": value for name, value in members.items()}
-    return _with(asked, body, json.dumps(named, separators=(",", ":"))[1:-1].encode())
+    return await _with(asked, body, json.dumps(named, separators=(",", ":"))[1:-1].encode())
 
 
 def _room(engine_rank: EngineRank) -> int:
@@ -257,20 +259,11 @@ def _prompts(asked: ClientRequest) -> int | None:
     return count
 
 
-def _parsed(body: bytes) -> Any:
-    """Parses a body or a member of it; raises GatewayError if it is not valid."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
-
-
-def _with(asked: ClientRequest, body: bytes, more: bytes) -> bytes:
+async def _with(asked: ClientRequest, body: bytes, more: bytes) -> bytes:
     """Returns a body with more members, its own unchanged but without any of FLEET_MEMBERS."""
     if not asked.spans.keys().isdisjoint(FLEET_MEMBERS):  # these are null: else it was refused
-        members = _parsed(body)
-        kept = {name: value for name, value in members.items() if name not in FLEET_MEMBERS}
-        body = json.dumps(kept, separators=(",", ":")).encode()
+        OF_FLEET.scan(body, await scanned_ahead(OF_FLEET, body))
+        return b"%b%b}" % (OF_FLEET.opened(body), more)
     inside = body[: body.rindex(b"}")].rstrip()
     return b"%b%b%b}" % (inside, b"" if inside.endswith(b"{") else b",", more)
 

@@ -17,7 +17,7 @@ from kvd.gateway.errors import ErrorForm, GatewayError, Reason
 from kvd.gateway.multipart import field_of
 from kvd.gateway.probing import GATEWAY_HEADER
 from kvd.http.messages import Headers
-from kvd_core.json.scan import BodyScanner
+from kvd_core.json.scan import BodyScanner, ScanAhead
 from kvd_core.prompts.conversations import has_media
 
 # Longest session key that is kept as it is; a longer one is replaced by a digest.
@@ -245,15 +245,15 @@ def longest_text(prompts: bytes) -> bytes | None:
     return json.dumps(max(each, key=len)).encode()
 
 
-def read(api: Api, headers: Headers, body: bytes) -> ClientRequest:
-    """Reads a request; raises GatewayError."""
+def read(api: Api, headers: Headers, body: bytes, ahead: ScanAhead | None = None) -> ClientRequest:
+    """Reads a request; raises GatewayError. A long body may have been scanned `ahead`."""
     known = _known_headers(headers)
     passed = known.get(GATEWAY_HEADER, b"")
     if api is Api.FORM:
         named = field_of(headers, body, "model")
         return ClientRequest(api, named, False, {}, session_of(known, {}), passed=passed)
     try:
-        members = SCANNER.scan(body)
+        members = SCANNER.scan(body, ahead)
     except (TypeError, ValueError) as error:
         raise GatewayError(Reason.INVALID_JSON, f"the body is not valid: {error}") from None
     spans = {name: value for name, value in members.items() if isinstance(value, bytes)}

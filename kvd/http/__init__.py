@@ -12,6 +12,7 @@ busy_wait                    waits awake for the next request where that costs l
 hot                          the handler of a hot route; compiled; `fast_path` and `connection`
                              call the same one
 connection, transport        serves one client's requests in turn; its stream, phases and deadlines
+scanning                     scans long bodies in steps
 serving                      calls the handlers of hot routes; what a listener's connections share
 relayed, untasked            a request whose answer another part writes; coroutines that need no
                              task while they wait for callbacks only

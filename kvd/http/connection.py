@@ -30,6 +30,7 @@ from kvd.http.pages import preflight, welcome
 from kvd.http.relayed import RelayedRequest
 from kvd.http.render import CLOSE_LINE, whole_response
 from kvd.http.routes import Route, Scope
+from kvd.http.scanning import scanned_ahead
 from kvd.http.serving import ListenerContext, Served, Streamed, Undo
 from kvd.http.table import Found, RouteTable
 from kvd.http.transport import ByteStream, ConnectionPhase, Shared, Transport
@@ -322,14 +323,10 @@ class Connection(Transport):
 
     async def _scanned_ahead(self, route: Route, body: bytes) -> ScanAhead | None:
         """Scans a long body in steps, between which others run, if the handler can use that."""
-        handler = route.handler
-        if len(body) <= AHEAD_BYTES or not isinstance(handler, HotHandler):
+        if len(body) <= AHEAD_BYTES or not isinstance(route.handler, HotHandler):
             return None
         self.enter(ConnectionPhase.WORKING)  # no connection whose request is still to come
-        ahead = handler.ahead(body)
-        while ahead is not None and not ahead.advance():
-            await trio.lowlevel.checkpoint()
-        return ahead
+        return await scanned_ahead(route.handler, body)
 
     async def _send_served(self, served: Served) -> bool:
         """Sends an answer; returns whether the connection persists."""

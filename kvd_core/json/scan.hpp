@@ -91,6 +91,7 @@ class BodyScan {
   const Column<uint32_t>& narrow(size_t array) const { return arrays_[array].narrow; }
   const Column<uint64_t>& wide(size_t array) const { return arrays_[array].wide; }
   const Value& value(size_t field) const { return fields_[field].value; }
+  const uint8_t* member(size_t field) const { return fields_[field].begin; }  // if it has a value
 
   // Memory kept for the next scan.
   size_t held_bytes() const {
@@ -120,6 +121,7 @@ class BodyScan {
   struct Field {
     std::string name;
     Value value;
+    Bytes begin;  // of the member: its quote
   };
 
   // Where a step goes on.
@@ -334,6 +336,7 @@ inline BodyScan::Bytes BodyScan::named(Bytes p) {
     if (!is(known.name)) continue;
     if (known.value.kind != ValueKind::absent)
       return wrong("duplicate member `" + known.name + "`");
+    known.begin = value_ - 1;
     return (p = colon(p + 1)) != nullptr ? value_of(p, &known) : nullptr;
   }
   return (p = colon(p + 1)) != nullptr ? value_of(p, nullptr) : nullptr;

@@ -53,6 +53,7 @@ cdef extern from "json/scan.hpp" namespace "kvd::scanning" nogil:
         const Column[uint32_t]& narrow(size_t array)   # of an array of u32
         const Column[uint64_t]& wide(size_t array)     # of an array of hash64 or i64
         const Value& value(size_t field)
+        const uint8_t* member(size_t field)            # its begin, if it has a value
         const string& unescaped(const Value& value) except +
 
 

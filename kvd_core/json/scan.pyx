@@ -5,7 +5,6 @@ json/scan.hpp has the picture, the invariants and the costs.
 """
 
 import json
-import re
 from math import isinf
 from sys import maxsize
 
@@ -54,9 +53,10 @@ cdef class BodyScanner:
                 raise ValueError(f"{name}: {element!r} is none of {', '.join(ELEMENTS)}")
         self.declare(self.core)
 
-    def scan(self, bytes body):
+    def scan(self, bytes body, ScanAhead ahead=None):
         """Returns the known members of a body: fields as Python values, arrays as their lengths,
-        spans as bytes of JSON. None is the body that a compiled caller has just scanned.
+        spans as bytes of JSON. None is the body that a compiled caller has just scanned. With
+        `ahead`, a scan in steps that is complete, it takes that over.
 
         Other members are checked and skipped; absent ones are not in the dict. In a field, nested
         objects with a repeated key keep its last value.
@@ -68,6 +68,12 @@ cdef class BodyScanner:
         several problems, the first in reading order is reported; fields that are too long or
         unconvertible come last of all.
         """
+        if ahead is not None:
+            self.adopt(ahead)
+            try:
+                return self.scan(body)
+            finally:
+                self.disown()
         cdef ScanResult result = self.core.result() if body is None else self.core.scan(
             <const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body)
         )
@@ -82,12 +88,38 @@ cdef class BodyScanner:
             raise
 
     def ahead(self, bytes body not None):
-        """Returns a ScanAhead of a body, for a compiled caller that adopts it before it scans."""
+        """Returns a ScanAhead of a body, for `scan` or a compiled caller that adopts it."""
         cdef ScanAhead ahead = ScanAhead.__new__(ScanAhead)
         self.declare(ahead.core)
         ahead.body = body
         ahead.core.begin(<const uint8_t*>PyBytes_AS_STRING(body), <size_t>PyBytes_GET_SIZE(body))
         return ahead
+
+    def opened(self, bytes body not None):
+        """Returns the body scanned last without its fields and spans, open for other members.
+
+        It ends with a brace or a comma; nothing else has changed.
+        """
+        cdef const uint8_t* begin = <const uint8_t*>PyBytes_AS_STRING(body)
+        cdef const Value* value
+        cdef Py_ssize_t i, at = 0, end
+        cdef list cuts = [], kept = []
+        for i in range(len(self.field_names)):
+            value = &self.core.value(i)
+            if value.kind != ValueKind.absent:
+                if not begin <= value.begin <= begin + PyBytes_GET_SIZE(body):
+                    raise ValueError("not the body that was scanned last")
+                end = value.end - begin + (begin[value.begin - begin - 1] == c'"')
+                cuts.append((self.core.member(i) - begin, end))
+        for cut, end in sorted(cuts):
+            kept.append(body[at:cut])
+            at = end
+            while begin[at] in b" \t\r\n":
+                at += 1
+            at += begin[at] == c","
+        kept.append(body[at:body.rindex(b"}")].rstrip())
+        inside = b"".join(kept).rstrip()
+        return inside if inside.endswith((b"{", b",")) else inside + b","
 
     def array(self, str name not None):
         """Returns the integers of an array in the last body, [] if it had none; hashes unsigned."""
@@ -233,28 +265,47 @@ def _signed(text):
 
 _NESTED = json.JSONDecoder(parse_float=_finite)
 _SIGNED = json.JSONDecoder(parse_float=_finite, parse_int=_signed)  # slower, for a text with -0
-_BETWEEN = re.compile(r"[,\s]*")  # what stands between two elements
+# Most bytes of an object in an array: as long as a whole body on most routes.
+MAX_OBJECT_BYTES = 2_097_152
 
 
 def objects_of(bytes span not None):
-    """Yields the objects of a span that is an array of them, one at a time.
+    """Yields the objects of a span that is an array of them, each as its JSON.
 
-    Raises TypeError, with a text that may be sent to clients, at a value that is no object, and as
-    `BodyScanner.scan` does for a number.
+    Raises TypeError, with a text that may be sent to clients, at a value that is no object, and at
+    an object longer than MAX_OBJECT_BYTES.
     """
-    cdef str text = span.decode()
-    cdef Py_ssize_t at = 1
-    decoder = _SIGNED if b"-0" in span else _NESTED
-    if text[0] != "[":
+    cdef const char* text = PyBytes_AS_STRING(span)
+    cdef Py_ssize_t at = 1, end
+    if text[0] != c"[":
         raise TypeError("expected an array of objects")
     while True:
-        at = _BETWEEN.match(text, at).end()
-        if text[at] == "]":
+        while text[at] in b", \t\r\n":
+            at += 1
+        if text[at] == c"]":
             return
-        if text[at] != "{":
+        if text[at] != c"{":
             raise TypeError("expected an array of objects")
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except ValueError:
-            raise TypeError("a number out of range") from None
-        yield value
+        end = object_end(text, at)
+        if end - at > MAX_OBJECT_BYTES:
+            raise TypeError(f"an object longer than {MAX_OBJECT_BYTES} bytes")
+        yield span[at:end]
+        at = end
+
+
+cdef Py_ssize_t object_end(const char* text, Py_ssize_t at) noexcept nogil:
+    """Returns the end of the object at a position of valid JSON."""
+    cdef Py_ssize_t depth = 0
+    cdef bint quoted = False
+    while True:
+        if text[at] == c'"':
+            quoted = not quoted
+        elif quoted:
+            at += text[at] == c"\\"
+        elif text[at] == c"{":
+            depth += 1
+        elif text[at] == c"}":
+            depth -= 1
+        at += 1
+        if depth == 0:
+            return at

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from kvd.faces.selection.records import MAX_MEMBERS
+from kvd_core.json.scan import MAX_OBJECT_BYTES
 from kvd_core.ledger.ledger import MAX_REQUEST_ID_BYTES
 from tests.support.bodies import CHECKS, JSON, NO_JSON, UNFIT, Refusals
 from tests.support.http_client import Client
@@ -558,6 +559,7 @@ def test_a_whole_set(client: Client) -> None:
         (422, {"workers": [{}]}),
         (422, {"workers": [rows[0], rows[0]]}),
         (422, {"workers": [rows[0] | {"model_name": "other"}]}),
+        (422, {"workers": [rows[0] | {"unknown": "x" * MAX_OBJECT_BYTES}]}),
         (422, {"workers": [rows[0] | {"routing_group": "other"}]}),
         (422, {"workers": [rows[0], rows[1] | {"endpoint": ""}]}),
         (422, {"workers": [rows[0], rows[1] | {"block_size": 8}]}),

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from kvd.errors import KvdError
 from kvd.faces.conductor import members
 from kvd.faces.conductor import routes as conductor
-from kvd.faces.conductor.handlers import FIELDS
+from kvd.faces.conductor.handlers import FIELDS, HashQueryHandler
 from kvd.http.messages import Request, Response
 from kvd.index.partitions import State
 from kvd.index.publishers import Publishers
 from kvd.model import PartitionKey
 from kvd_core.conductor.conductor import namespace
+from kvd_core.json.scan import AHEAD_BYTES
 from tests.models.conductor_model import sequence_hashes
 
 BLOCK_SIZE = 4
@@ -81,6 +82,29 @@ def asked(path: str, body: bytes, *headers: tuple[bytes, bytes]) -> bytes:
     response = trio.run(ask)
     assert response.status == 200
     return cast(bytes, response.body)
+
+
+@pytest.mark.parametrize("extra", [0, 4 * AHEAD_BYTES])
+async def test_the_first_question_by_hash_reads_its_body_in_steps(
+    extra: int, nursery: trio.Nursery
+) -> None:
+    """It waits for sequence hashes, and reads its body once it has them."""
+    passes = 0
+
+    async def watch() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await trio.lowlevel.checkpoint()
+
+    nursery.start_soon(watch)
+    handler = ROUTES["/query_by_hash"].handler
+    assert isinstance(handler, HashQueryHandler)
+    written = body([*USUAL, ("unknown", "[" + "0," * (extra // 2) + "0]")])
+    request = Request("POST", "/query_by_hash", b"", [], written)
+    found = await handler.sequenced(request, STATE.sized["m", "default", BLOCK_SIZE].conductor)
+    assert (passes >= 4) == (extra > 0)
+    assert json.loads(cast(bytes, found.body))["default"]["a"]["longest_matched"] == 12
 
 
 @given(BODIES)

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 from kvd.errors import BadJson, BadRequest, Invalid
 from kvd.http.messages import Request, Response
 from kvd.model import DEFAULT_TENANT, PartitionKey, is_name
-from kvd_core.json.scan import BodyScanner, objects_of
+from kvd_core.json.scan import BodyScanner, ScanAhead, objects_of
 
 U32_MAX = 2**32 - 1
 # Longest name or address that can be registered, as long as the longest path on Linux.
@@ -33,10 +33,13 @@ OK = b'{"status":"ok"}'  # the answer to a change, where nothing else is to be s
 Members = dict[str, Any]
 
 
-def scan(scanner: BodyScanner, body: bytes | None) -> Members:
-    """Returns the members of a body that the scanner knows; None is the one scanned last."""
+def scan(scanner: BodyScanner, body: bytes | None, ahead: ScanAhead | None = None) -> Members:
+    """Returns the members of a body that the scanner knows; None is the one scanned last.
+
+    `ahead` is what `scanned_ahead` has returned for this body.
+    """
     try:
-        return scanner.scan(body)
+        return scanner.scan(body, ahead)
     except ValueError as error:
         raise BadJson(f"the body is not valid JSON: {error}") from None
     except TypeError as error:
@@ -49,8 +52,8 @@ def require(members: Members, name: str) -> Any:
     return members[name]
 
 
-def objects(members: Members, name: str) -> Iterator[Members]:
-    """Yields the objects of an array that was read as a span, one at a time."""
+def objects(members: Members, name: str) -> Iterator[bytes]:
+    """Yields the objects of an array that was read as a span, each as its JSON."""
     try:
         yield from objects_of(require(members, name))
     except TypeError as error:

@@ -18,6 +18,7 @@ from kvd.faces.common.bodies import MAX_KEPT_BYTES, U32_MAX, render
 from kvd.faces.conductor import members as reading
 from kvd.faces.conductor.msgpack import is_packed
 from kvd.http.messages import Response
+from kvd.http.scanning import scanned_ahead
 from kvd.model import DEFAULT_TENANT
 
 # Positions of the fields.
@@ -195,5 +196,7 @@ cdef class HashQueryHandler(QueryHandler):
     async def sequenced(self, request, conductor):
         """Answers once a conductor has its sequence hashes."""
         await self.sequence(conductor)
-        response = self(request)  # reads the body again: others have used the reader meanwhile
+        # The body is read again: others have used the reader meanwhile.
+        request.ahead = await scanned_ahead(self, request.body)
+        response = self(request)
         return response if isinstance(response, Response) else await response

@@ -15,8 +15,9 @@ from kvd.faces.common import bodies
 from kvd.faces.common.slices import written
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.members import partition_key
-from kvd.faces.selection.records import read_changes, read_worker, record, row
+from kvd.faces.selection.records import WORKER, read_changes, read_worker, record, row
 from kvd.http.messages import Request, Response
+from kvd.http.scanning import scanned_ahead
 from kvd.model import PartitionKey
 from kvd.selection.admission import CatalogEntry
 from kvd.selection.service import Selections
@@ -29,8 +30,8 @@ SharedStatus = Callable[[], dict[str, Any] | None]  # the status of shared state
 
 WORKERS = BodyScanner({}, bodies.PARTITION_MEMBERS, ("workers",))
 
-# Workers of a set read between two checkpoints: 1 ms.
-READ_AT_ONCE = 32
+# Bytes of a set of workers that are read between two checkpoints, and one worker more: 1 ms.
+READ_BYTES = 8192
 
 
 async def ready(request: Request, *, selections: Selections, shared: SharedStatus) -> Response:
@@ -101,30 +102,34 @@ async def _row(status: int, selections: Selections, entry: CatalogEntry) -> Resp
 
 async def put_workers(request: Request, *, selections: Selections) -> Response:
     """Replaces all workers of a model and tenant by the given ones."""
-    members = bodies.scan(WORKERS, request.body)
+    ahead = await scanned_ahead(WORKERS, request.body)
+    members = bodies.scan(WORKERS, request.body, ahead)
     key = partition_key(members)
-    records: list[WorkerRecord] = []
+    records: dict[int, WorkerRecord] = {}
     for _ in REQUESTS.each(_read(members, key, records)):
         await trio.lowlevel.checkpoint()
-    await trio.lowlevel.checkpoint()
-    if any(each.key != key for each in records):
-        raise Invalid("workers: an entry belongs to another model or tenant")
-    await trio.lowlevel.checkpoint()
-    if len({each.worker_id for each in records}) != len(records):
-        raise Invalid("workers: the array contains a worker_id twice")
-    entries = await selections.workers.put_all(key, records)
+    entries = await selections.workers.put_all(key, list(records.values()))
     return Response(200, await written(listed(selections, entries)))
 
 
 def _read(
-    members: bodies.Members, key: PartitionKey, records: list[WorkerRecord]
+    members: bodies.Members, key: PartitionKey, records: dict[int, WorkerRecord]
 ) -> Iterator[None]:
     """Reads the workers of a model and tenant from a body; rests at every yield."""
+    yield  # the array has just been copied
     where = {"model_name": key.model_name, "tenant_id": key.tenant_id}
-    for number, each in enumerate(bodies.objects(members, "workers"), 1):
-        records.append(record({**where, **each}))
-        if number % READ_AT_ONCE == 0:
+    size = 0
+    for each in bodies.objects(members, "workers"):
+        found = record({**where, **bodies.scan(WORKER, each)})
+        if found.key != key:
+            raise Invalid("workers: an entry belongs to another model or tenant")
+        if found.worker_id in records:
+            raise Invalid("workers: the array contains a worker_id twice")
+        records[found.worker_id] = found
+        size += len(each)
+        if size >= READ_BYTES:
             yield
+            size = 0
 
 
 async def patch_worker(request: Request, *, selections: Selections) -> Response:
