@@ -45,6 +45,7 @@ LEFT_PAIR_S = 60.0
 # pair left longest ago is forgotten first.
 MAX_LEFT_PAIRS = 16_384
 
+CHECKED_AT_ONCE = 512  # ranks that are to be registered or taken over between two checkpoints: 1 ms
 GROUPED_AT_ONCE = 1024  # registrations grouped by instance before other tasks run: 1 ms
 
 # The endpoint of a stream, and the position that another process had reached there.
@@ -196,18 +197,26 @@ class Registry(ListenedRegistrations):
         self._start(key, listener)
         self._growth.unpark_all()
 
-    def take_over(self, positions: Mapping[RankKey, KeptPosition]) -> None:
+    async def take_over(self, positions: Mapping[RankKey, KeptPosition]) -> None:
         """Lets streams go on at another process's positions; their blocks are restored.
+
+        Others run meanwhile: what they register finds its position if that is kept already.
 
         Positions of ranks that are not registered yet are kept until they are unregistered or
         registered, or until `give_up`. A rank that was unregistered during the recovery lacks
         blocks, even if it is registered again, so its position is dropped. A rank that is now
         registered at another endpoint is another engine: its blocks are dropped.
         """
-        has_left = self._state.has_departed
-        self._kept.update((key, kept) for key, kept in positions.items() if not has_left(key))
-        for key, registration in self._ranks.items():
-            self._take_over(key, registration.listener)
+        for number, (key, kept) in enumerate(positions.items(), 1):
+            if not self._state.has_departed(key):
+                self._kept[key] = kept
+            if number % CHECKED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        for number, key in enumerate(list(self._ranks), 1):
+            if (registration := self._ranks.get(key)) is not None:
+                self._take_over(key, registration.listener)
+            if number % CHECKED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
 
     def _take_over(self, key: RankKey, listener: EventStream) -> None:
         endpoint, position = self._kept.pop(key, (None, None))
@@ -240,38 +249,39 @@ class Registry(ListenedRegistrations):
     def check(
         self,
         key: PartitionKey,
-        addresses: Mapping[RankKey, Addresses],
+        addresses: Iterable[tuple[RankKey, Addresses]],
         block_size: int,
         owner: str,
         leaving: Container[InstanceId],
-    ) -> None:
-        """Raises the error that registering these ranks would raise.
+    ) -> Iterator[None]:
+        """Raises the error that registering these ranks would raise; rests at every yield.
 
         The owner's `leaving` instances count as gone. O(ranks in `addresses`). With another block
         size O(ranks of the partition): that is a conflict unless all of them leave.
         """
         partition = self._state.partitions.get(key)
-        here = contradicted = [rank for rank in addresses if rank in self._ranks]
         if partition is not None and partition.block_size != block_size:
-            contradicted = [RankKey(key, *rank) for rank in partition.rank_keys()]
-        for rank in contradicted:
-            known = self._ranks[rank]
-            if known.owners and not (rank.instance_id in leaving and known.owners == {owner}):
-                self._check_registered(known, addresses.get(rank), block_size)
-        self._check_capacity(len(addresses) - len(here))
-
-    def _check_registered(
-        self, known: Registration, addresses: Addresses | None, block_size: int
-    ) -> None:
-        (model_name, tenant_id), instance_id, dp_rank = known.key
-        known_size = self.block_size(known)
-        if known_size != block_size:
-            raise Conflict(
-                f"block_size mismatch for model={model_name} tenant_id={tenant_id}: "
-                f"existing={known_size}, requested={block_size}"
-            )
-        if addresses is not None and not self._is_same(known, addresses, block_size):
-            raise Conflict(f"instance {instance_id} dp_rank {dp_rank} already registered")
+            for number, each in enumerate(list(partition.rank_keys()), 1):
+                known = self._ranks.get(RankKey(key, *each))
+                if known is not None and not _leaves(known, owner, leaving):
+                    raise Conflict(
+                        f"block_size mismatch for model={key.model_name} tenant_id={key.tenant_id}:"
+                        f" existing={partition.block_size}, requested={block_size}"
+                    )
+                if number % CHECKED_AT_ONCE == 0:
+                    yield
+        new = 0
+        for number, (rank, wanted) in enumerate(addresses, 1):
+            known = self._ranks.get(rank)
+            if known is None:
+                new += 1
+            elif not _leaves(known, owner, leaving) and known.listener.addresses != wanted:
+                raise Conflict(
+                    f"instance {rank.instance_id} dp_rank {rank.dp_rank} already registered"
+                )
+            if number % CHECKED_AT_ONCE == 0:
+                yield
+        self._check_capacity(new)
 
     def _is_same(self, known: Registration, addresses: Addresses, block_size: int) -> bool:
         known_size = self.block_size(known)
@@ -314,7 +324,7 @@ class Registry(ListenedRegistrations):
         """Removes ranks of an instance that a face has registered; returns as `unregister` does."""
         for dp_rank in dp_ranks:
             self._state.note_departure(*key, instance_id, dp_rank)
-            self._drop_kept(instance_id, *key, dp_rank)
+            self._kept.pop(RankKey(key, instance_id, dp_rank), None)
         leaving = [self._ranks[RankKey(key, instance_id, dp_rank)] for dp_rank in dp_ranks]
         await self._leave_all(leaving, owner, [self._state.partitions[key]])
 
@@ -439,6 +449,12 @@ class Registry(ListenedRegistrations):
         if len(self._left) > MAX_LEFT_POSITIONS:
             del self._left[next(iter(self._left))]
             self.forgotten_positions += 1
+
+
+def _leaves(known: Registration, owner: str, leaving: Container[InstanceId]) -> bool:
+    """Returns whether a rank counts as gone once the owner's `leaving` instances are."""
+    owners = known.owners
+    return not owners or (known.key.instance_id in leaving and owners == {owner})
 
 
 def _not_found(

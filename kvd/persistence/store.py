@@ -213,7 +213,7 @@ class Keeper:
             await bring_in(self._state, planned, self._note_blocks)
             if self._state.budget.refused != refused:
                 found.note_no_room()
-            self._registry.take_over(found.positions)
+            await self._registry.take_over(found.positions)
             workers = self.stats.blocks
             await restoring.run(lambda blocks: self._note_blocks(workers + blocks))
             self._restored = [(each.key, id_) for each in planned for id_ in each.workers]

@@ -12,9 +12,9 @@ from kvd.model import PartitionKey, RankKey
 from kvd.selection.candidates import Candidates
 from kvd.selection.options import RouterOptions
 from kvd.selection.tuning import Tuning
-from kvd.selection.worker_record import WorkerLifecycle, WorkerRecord
+from kvd.selection.worker_record import ENDPOINTS_AT_ONCE, WorkerLifecycle, WorkerRecord
 from kvd.wire.curve import check_server_key
-from kvd.wire.endpoints import Addresses, is_endpoint
+from kvd.wire.endpoints import is_endpoint
 from kvd_core.ledger import ledger
 
 OWNER = "selection"  # the name under which the selection service registers ranks
@@ -23,8 +23,6 @@ MAX_WORKERS = 65_536  # worker records of the selection service
 
 # Workers of a set judged between two checkpoints: 1 ms.
 CHECKED_AT_ONCE = 32
-# Endpoints of a worker checked between two checkpoints: 0.7 ms, 2 if each has another host.
-ENDPOINTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,10 @@ class CatalogEntry:
 
 
 class Admission:
-    """Judges records against the workers that are there; changes nothing."""
+    """Judges records against the workers that are there; changes nothing.
+
+    Its iterators let others run at every yield, between two changes to the catalog.
+    """
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Admission:
         self._options = options
 
     def check_addresses(self, record: WorkerRecord) -> Iterator[None]:
-        """Raises BadRequest on addresses that kvd may not connect to; rests at every yield.
+        """Raises BadRequest on addresses that kvd may not connect to.
 
         Malformed addresses pass: they become reasons not to schedule the worker. Without KV events
         kvd connects to none of them, so any text will do.
@@ -85,25 +86,36 @@ class Admission:
         """Raises Misdirected for a worker of a model that another kvd serves."""
         self._served.check(record.key)
 
-    def reasons(self, record: WorkerRecord) -> list[str]:
-        """Returns why a worker cannot be scheduled beside the others of its model; [] if it can."""
-        candidates = self._candidates.get(record.key)
-        others = () if candidates is None else candidates.workers.values()
-        other = next((one for one in others if one.worker_id != record.worker_id), None)
-        return record.reasons(other, uses_events=self._options.uses_kv_events)
-
-    def judged(self, record: WorkerRecord, reasons: list[str]) -> CatalogEntry:
-        """Returns the entry that a record with these `reasons` would get in the catalog."""
-        if reasons:
-            alone = record.reasons(None, uses_events=self._options.uses_kv_events)
-            return CatalogEntry(record, reasons, not alone)
+    def judged(self, record: WorkerRecord) -> Iterator[CatalogEntry | None]:
+        """Yields None, and at last the entry that a record would get in the catalog."""
+        reasons: list[str] = []
+        yield from self._find_reasons(record, reasons)
+        others = self._others(record)
+        clashes = [] if (other := next(others, None)) is None else list(record.clashes(other))
+        if reasons or clashes:
+            yield CatalogEntry(record, reasons + clashes, blocked=not reasons)
+            return
         try:
-            self._check_join([record], {record.worker_id})
+            yield from self._check_join([record], {record.worker_id})
         except KvdError as error:
-            return CatalogEntry(record, [str(error)], blocked=True)
-        return CatalogEntry(record, [])
+            yield CatalogEntry(record, [str(error)], blocked=True)
+        else:
+            yield CatalogEntry(record, [])
 
-    def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> None:
+    def _find_reasons(self, record: WorkerRecord, found: list[str]) -> Iterator[None]:
+        for reason in record.reasons(uses_events=self._options.uses_kv_events):
+            if reason is None:
+                yield
+            else:
+                found.append(reason)
+
+    def _others(self, record: WorkerRecord) -> Iterator[WorkerRecord]:
+        """Yields the schedulable workers of the same model and tenant."""
+        candidates = self._candidates.get(record.key)
+        there = () if candidates is None else candidates.workers.values()
+        return (one for one in there if one.worker_id != record.worker_id)
+
+    def _check_join(self, records: list[WorkerRecord], leaving: set[int]) -> Iterator[None]:
         """Raises the error that these workers of one model and tenant would meet when they join it.
 
         The `leaving` workers count as gone. Raises Unavailable at a bound, and Conflict with a
@@ -117,19 +129,19 @@ class Admission:
             self.check_partitions()
         ranks = sum(len(record.ranks) for record in records)
         if candidates is not None:
-            staying = [one for id_, one in candidates.workers.items() if id_ not in leaving]
-            ranks += sum(len(record.ranks) for record in staying)
+            gone = (candidates.workers.get(worker_id) for worker_id in leaving)
+            ranks += candidates.ranks_count - sum(len(one.ranks) for one in gone if one is not None)
         if ranks > ledger.MAX_RANKS:
             raise Unavailable(f"the limit of {ledger.MAX_RANKS} ranks would be exceeded")
         if self._options.uses_kv_events and block_size is not None:
-            addresses: dict[RankKey, Addresses] = {
-                RankKey(key, record.worker_id, dp_rank): found
+            addresses = (
+                (RankKey(key, record.worker_id, dp_rank), found)
                 for record in records
                 if not record.without_kv_events
                 for dp_rank in record.ranks
                 if (found := record.addresses(dp_rank)) is not None
-            }
-            self._registry.check(key, addresses, block_size, OWNER, leaving)
+            )
+            yield from self._registry.check(key, addresses, block_size, OWNER, leaving)
 
     def check_partitions(self) -> None:
         """Raises Unavailable if there are too many models and tenants for another one."""
@@ -160,12 +172,14 @@ class Admission:
         """Raises an error unless all records could be scheduled after `gone` have left.
 
         Raises Invalid for what a record lacks, as `check_served`, `check_addresses` and
-        `check_room` do, and as registering the ranks would. Rests at every yield.
+        `check_room` do, and as registering the ranks would.
         """
         for number, record in enumerate(records, 1):
             self.check_served(record)
             yield from self.check_addresses(record)
-            reasons = record.reasons(records[0], uses_events=self._options.uses_kv_events)
+            reasons: list[str] = []
+            yield from self._find_reasons(record, reasons)
+            reasons += record.clashes(records[0])
             if reasons:
                 raise Invalid(f"worker {record.worker_id}: " + "; ".join(reasons))
             if number % CHECKED_AT_ONCE == 0:
@@ -174,10 +188,10 @@ class Admission:
         leaving = {record.worker_id for record in records}
         if gone is not None:
             leaving |= gone.workers.keys()
-        self._check_join(records, leaving)
+        yield from self._check_join(records, leaving)
 
     def check_room(self, records: list[WorkerRecord]) -> None:
         """Raises Unavailable if the catalog has no room for these records."""
-        new = {record.worker_id for record in records} - self._entries.keys()
-        if len(self._entries) + len(new) > MAX_WORKERS:
+        new = sum(record.worker_id not in self._entries for record in records)
+        if len(self._entries) + new > MAX_WORKERS:
             raise Unavailable(f"the limit of {MAX_WORKERS} workers is reached")

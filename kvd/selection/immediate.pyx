@@ -12,6 +12,7 @@ from kvd.selection.serving cimport booked_tokens, utf8
 from kvd_core.ledger.trie cimport kNone
 from kvd_core.ledger.types cimport Admission, kAdded
 from kvd_core.selector.settings cimport kDirect
+from kvd_core.selector.types cimport CCandidate
 
 from collections import namedtuple
 
@@ -66,7 +67,7 @@ cdef class ImmediateSelection:
         if chosen < 0:
             return None
         cdef Settings settings = candidates.settings
-        c = pool.candidates[chosen]
+        cdef const CCandidate* c = &pool.c.candidate(chosen)
         return Booked(c.worker_id, c.dp_rank, pool.effective_tokens_of(&settings.c, chosen))
 
     cdef int64_t serve(self, candidates, Pool pool, str reservation_id, uint32_t expected

@@ -134,7 +134,7 @@ class Reservations(LiveRequests[Candidates]):
         now: float,
     ) -> None:
         pool = chosen.ranks.pool
-        candidate = pool.candidates[chosen.position]
+        candidate = pool.candidate(chosen.position)
         rank = candidate.worker_id, candidate.dp_rank
         pool.predict(chosen.position, now)
         blocks = chosen.phase is not Phase.PREFILL

@@ -120,9 +120,10 @@ class Workers:
             await trio.lowlevel.checkpoint()
 
     async def _judged(self, record: WorkerRecord) -> CatalogEntry:
-        reasons = self._admission.reasons(record)
-        await trio.lowlevel.checkpoint()
-        return self._admission.judged(record, reasons)
+        judging = REQUESTS.each(self._admission.judged(record))
+        while (entry := next(judging)) is None:
+            await trio.lowlevel.checkpoint()
+        return entry
 
     async def patch(
         self, worker_id: int, change: Callable[[WorkerRecord], WorkerRecord]

@@ -67,7 +67,7 @@ class BodyScan {
   void add_array(const std::string& name, Element element, bool nullable = false) {
     arrays_.push_back(Array{name, element, nullable, false, false, {}, {}});
   }
-  void add_field(const std::string& name) { fields_.push_back(Field{name, {}}); }
+  void add_field(const std::string& name) { fields_.push_back(Field{name, {}, nullptr}); }
 
   ScanResult scan(const uint8_t* body, size_t length);
 

@@ -53,14 +53,14 @@ cdef class Pool:
     cdef vector[uint32_t] spare
     cdef vector[double] weights
     cdef vector[uint64_t] turns
-    cdef readonly tuple candidates  # ascending by (worker, dp rank)
+    cdef dict workers               # by id, those that candidates cache blocks of
 
     cdef int add(self, candidates) except -1
     cdef int complete(self) except -1  # once all candidates have been added
     # Takes over the turns of a former pool, for the candidates in [begin, end) of this one.
     cdef int take(self, Pool former, size_t begin, size_t end) except -1
-    # Adds the candidates in [begin, end) of a former pool with their turns, to `found`, too.
-    cdef int keep(self, Pool former, size_t begin, size_t end, list found) except -1
+    # Adds the candidates in [begin, end) of a former pool with their turns.
+    cdef int keep(self, Pool former, size_t begin, size_t end) except -1
     # As the methods with nearly the same names, for the prompt that c.prompt() has taken.
     cdef int match_prompt(self) except -1
     cdef void read_loads(self) noexcept  # the loads of this moment

@@ -191,7 +191,7 @@ def test_workers_may_say_where_replays_are_asked_from_and_where_they_serve() -> 
     ]
     (record,) = config.catalog
     assert (record.worker_id, record.endpoint, record.replay_endpoint) == (2, url, replay)
-    assert record.ranks == range(3, 5) and record.reasons(None, uses_events=True) == []
+    assert record.ranks == range(3, 5) and not list(record.reasons(uses_events=True))
     assert record.kv_events_endpoints == {3: ENDPOINT, 4: ENDPOINT}
     with pytest.raises(StartError, match="needs the URL of instance 1"):
         load({"workers": parse_list(text), "block_size": 16, "indexer_bind": OFF}, {})

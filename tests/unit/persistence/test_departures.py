@@ -91,7 +91,7 @@ async def test_a_rank_leaves_during_a_restore(tmp_path: Path, leaves: int | None
     await process.unregister(leaves)
     for key in RANKS[: 1 if leaves == 0 else 2]:
         process.register(key)
-    process.registry.take_over(kept.positions)
+    await process.registry.take_over(kept.positions)
     process.state.end_recovery()
     assert [process.expected(key) for key in RANKS] == [0, 1 if leaves == 0 else 0]
 
@@ -102,7 +102,7 @@ async def test_a_restored_rank_leaves_before_it_is_registered(tmp_path: Path) ->
     process.state.begin_recovery()
     for _ in process.restore(kept):
         pass
-    process.registry.take_over(kept.positions)
+    await process.registry.take_over(kept.positions)
     process.state.end_recovery()
     await process.unregister(0)
     for key in RANKS:
@@ -126,7 +126,7 @@ async def test_a_rank_leaves_while_the_index_is_written() -> None:
     after = Process()
     for _ in after.restore(kept):
         pass
-    after.registry.take_over(kept.positions)
+    await after.registry.take_over(kept.positions)
     for key in RANKS:
         after.register(key)
     assert [after.expected(key) for key in RANKS] == [0, 1]

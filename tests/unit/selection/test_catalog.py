@@ -20,17 +20,19 @@ from kvd.errors import BadRequest, Conflict, Invalid, KvdError, NotFound, Unavai
 from kvd.faces.indexer.workers import SLICE_RANKS
 from kvd.faces.selection.records import row
 from kvd.faces.selection.workers import listed
+from kvd.index import registry
 from kvd.model import PartitionKey, RankKey
-from kvd.selection.admission import CHECKED_AT_ONCE, ENDPOINTS_AT_ONCE
+from kvd.selection.admission import CHECKED_AT_ONCE, OWNER
 from kvd.selection.candidates import Absence
 from kvd.selection.membership import LISTENED_SLICE
 from kvd.selection.options import RouterMode, RouterOptions
 from kvd.selection.requests import QueuedRequest
 from kvd.selection.stats import SelectionOutcome, Unserved
 from kvd.selection.tuning import TuningKey
-from kvd.selection.worker_record import MAX_DP_SIZE, WorkerRecord
+from kvd.selection.worker_record import ENDPOINTS_AT_ONCE, MAX_DP_SIZE, WorkerRecord
 from kvd.selection.workers import LISTED_AT_ONCE, RECONSIDERED
 from kvd.slots.live_requests import REMOVAL_SLICE
+from kvd.wire.endpoints import Addresses
 from kvd.wire.lifecycle import Lifecycle as Event
 from kvd.wire.lifecycle import Outcome, Step
 from kvd_core.ledger import ledger
@@ -194,7 +196,7 @@ async def test_a_new_pool_has_the_ranks_of_the_former_one() -> None:
     await service.selections.workers.put(worker(2))
     after = candidates.pool.candidates
     assert [each.worker_id for each in after] == [1, 1, 2, 3]
-    assert all(each in map(id, after) for each in map(id, before))  # the very same objects
+    assert set(before) < set(after)
     service.check()
 
 
@@ -229,6 +231,18 @@ async def test_many_endpoints_are_checked_in_slices(nursery: trio.Nursery) -> No
     with pytest.raises(BadRequest):
         await service.selections.workers.put(record)
     assert passes >= 3
+    slices, before = 4 * 4 - 4, passes  # of addresses, of reasons, and of ranks in the registry
+    endpoints = dict.fromkeys(range(4 * ranks), "tcp://10.0.0.1:5000")
+    record = worker(data_parallel_size=4 * ranks, kv_events_endpoints=endpoints)
+    await service.selections.workers.put(replace(record, endpoint=None))
+    assert passes - before >= 2 * slices
+
+
+async def test_ranks_are_checked_in_slices() -> None:
+    addresses = Addresses("tcp://10.0.0.1:5000")
+    ranks = ((RankKey(M, 1, each), addresses) for each in range(registry.CHECKED_AT_ONCE + 1))
+    checks = Service().registry.check(M, ranks, BLOCK_SIZE, OWNER, ())
+    assert len(list(checks)) == 1
 
 
 # ---- upsert
