@@ -47,10 +47,13 @@ SETTING = "fleet_file"
 
 # Entries of the fleet file read or registered between two checkpoints: 0.3 to 0.5 ms.
 SLICE_ENTRIES = 2
+# Entries compared with what is registered between two checkpoints: 1 ms.
+COMPARED_AT_ONCE = 256
 
 log = get_logger(__name__)
 
 Signature = tuple[int, ...] | str  # of a file, or why it cannot be read
+EntryName = tuple[str, Hashable]  # table and key
 
 
 class RegistrationTarget(Protocol):
@@ -90,12 +93,9 @@ class Registered:
 class Written:
     """The content of a file without faults."""
 
-    entries: list[FleetFileEntry]
+    entries: dict[EntryName, FleetFileEntry]
+    is_new: bool  # whether it differs from what was applied last
     signature: Signature
-
-    @property
-    def wanted(self) -> dict[tuple[str, Hashable], Any]:
-        return {(each.table, each.key): each.wanted for each in self.entries}
 
 
 class FleetFileFollower:
@@ -112,12 +112,12 @@ class FleetFileFollower:
         self._outgoing = outgoing
         self._targets = targets
         self._check_every_s = check_every_s
-        self._held: dict[tuple[str, Hashable], Registered] = {}
-        self._failed: dict[tuple[str, Hashable], tuple[FleetFileEntry, str]] = {}  # and why
+        self._held: dict[EntryName, Registered] = {}
+        self._failed: dict[EntryName, tuple[FleetFileEntry, str]] = {}  # and why
         self._elsewhere = 0  # entries of faces that are off, and of models served elsewhere
         self._requested = trio.Event()
         self._taken: Written | None = None  # what a reload has read, to be applied
-        self._entries: dict[tuple[str, Hashable], Any] = {}  # what the last applied file said
+        self._entries: dict[EntryName, FleetFileEntry] = {}  # of the last applied file
         self._reloading = False
         self._applied: Signature = ""  # of the file that was read last, refused or not
         self._refused = ""  # why the file as it is now is not in force; "" if it is
@@ -186,7 +186,7 @@ class FleetFileFollower:
         except StartError:
             self.reads["refused"] += 1
             raise
-        changed = () if written.wanted == self._entries else (SETTING,)
+        changed = (SETTING,) if written.is_new else ()
         return Prepared(changed, partial(self._take, written))
 
     def _take(self, written: Written) -> None:
@@ -197,12 +197,16 @@ class FleetFileFollower:
     async def _written(self, allowed: AllowedNetworks) -> Written:
         """Reads the file; raises StartError that names it and what is wrong."""
         signature = await _signature(self._path)
-        entries: list[FleetFileEntry] = []
+        entries: dict[EntryName, FleetFileEntry] = {}
+        same = 0
         try:
             rows = await trio.to_thread.run_sync(self._rows, abandon_on_cancel=True)
             # A policy of its own, so that addresses refused in the file are not counted.
             for entry in fleetfile.entries(rows, EgressPolicy(allowed)):
-                entries.append(entry)
+                name = entry.table, entry.key
+                entries[name] = entry
+                known = self._entries.get(name)
+                same += known is not None and known.wanted == entry.wanted
                 if len(entries) % SLICE_ENTRIES == 0:
                     await trio.lowlevel.checkpoint()
         except OSError as error:
@@ -210,20 +214,19 @@ class FleetFileFollower:
             raise StartError(f"{SETTING}: cannot read {self._path}: {why}") from None
         except ValueError as error:
             raise StartError(f"{self._path}: {error}") from None
-        return Written(entries, signature)
+        is_new = not same == len(entries) == len(self._entries)
+        return Written(entries, is_new, signature)
 
     def _rows(self) -> list[fleetfile.FleetFileRow]:
         return fleetfile.rows(fleetfile.read(self._path))
 
     async def _reconcile(self, written: Written) -> None:
         self._refused = ""
-        entries, self._entries = written.entries, written.wanted
-        wanted = {(each.table, each.key): each for each in entries if each.table in self._targets}
-        self._elsewhere = len(entries) - len(wanted)
+        wanted = self._entries = written.entries
+        self._elsewhere = 0
         self._failed.clear()
-        self._forget_what_clients_took()
+        changed = await self._changed(wanted)
         before = dict(self._held)
-        changed = [name for name in self._held if self._is_other(name, wanted.get(name))]
         last = []
         for name in changed:
             entry = wanted.get(name)
@@ -232,8 +235,8 @@ class FleetFileFollower:
             elif entry is None or not self._can_change(name, entry):
                 await self._remove(name)
         # Held entries are changed before new ones are added, which may need the freed room.
-        new = [name for name, entry in wanted.items() if self._is_other(name, entry)]
-        for number, name in enumerate(sorted(new, key=lambda name: name not in self._held), 1):
+        new = await self._new(wanted)
+        for number, name in enumerate(new, 1):
             await self._add(name, wanted[name])
             if number % SLICE_ENTRIES == 0:
                 await trio.lowlevel.checkpoint()
@@ -247,37 +250,60 @@ class FleetFileFollower:
             del self._failed[name]
             await self._add(name, wanted[name])
         self.reads["applied"] += 1
-        after, both = self._held, self._held.keys() & before
+        after, both = self._held, [name for name in new if name in before and name in self._held]
         log.info(
             "fleet_applied",
             file=self._path,
-            added=len(after.keys() - before),
+            added=sum(name in after and name not in before for name in new),
             changed=sum(before[name].wanted != after[name].wanted for name in both),
-            removed=len(before.keys() - after),
+            removed=sum(name not in after for name in changed),
             failed=len(self._failed),
             registered=len(after),
         )
 
-    def _is_other(self, name: tuple[str, Hashable], entry: FleetFileEntry | None) -> bool:
+    async def _changed(self, wanted: dict[EntryName, FleetFileEntry]) -> list[EntryName]:
+        """Returns the held entries that the file no longer has as they are; others run meanwhile.
+
+        What clients have removed or replaced is no longer held.
+        """
+        changed = []
+        for number, (name, held) in enumerate(list(self._held.items()), 1):
+            if not self._targets[name[0]].holds(held.wanted, held.known):
+                del self._held[name]
+            elif self._is_other(name, wanted.get(name)):
+                changed.append(name)
+            if number % COMPARED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        return changed
+
+    async def _new(self, wanted: dict[EntryName, FleetFileEntry]) -> list[EntryName]:
+        """Returns the entries to be registered, the held ones first; others run meanwhile."""
+        over: list[EntryName] = []
+        new: list[EntryName] = []
+        for number, (name, entry) in enumerate(wanted.items(), 1):
+            if entry.table not in self._targets:
+                self._elsewhere += 1
+            elif self._is_other(name, entry):
+                (over if name in self._held else new).append(name)
+            if number % COMPARED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        return over + new
+
+    def _is_other(self, name: EntryName, entry: FleetFileEntry | None) -> bool:
         held = self._held.get(name)
         return held is None or entry is None or held.wanted != entry.wanted
 
-    def _can_change(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> bool:
+    def _can_change(self, name: EntryName, entry: FleetFileEntry) -> bool:
         return self._targets[name[0]].can_change(self._held[name].wanted, entry.wanted)
 
-    def _forget_what_clients_took(self) -> None:
-        for name, held in list(self._held.items()):
-            if not self._targets[name[0]].holds(held.wanted, held.known):
-                del self._held[name]
-
-    async def _remove(self, name: tuple[str, Hashable]) -> None:
+    async def _remove(self, name: EntryName) -> None:
         held, target = self._held[name], self._targets[name[0]]
         if target.holds(held.wanted, held.known):  # a client may have removed it meanwhile
             with contextlib.suppress(NotFound):  # a client was faster
                 await target.remove(held.wanted, held.known)
         del self._held[name]  # not before it is gone, or it would count as a client's
 
-    async def _add(self, name: tuple[str, Hashable], entry: FleetFileEntry) -> None:
+    async def _add(self, name: EntryName, entry: FleetFileEntry) -> None:
         held = self._held.get(name)
         before = None if held is None else held.known
         try:

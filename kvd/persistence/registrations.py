@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import trio
@@ -44,6 +44,7 @@ ROUTER_SETTINGS = ord("U")  # router settings of a model, or of one tenant of it
 PEERS = ord("V")  # peers
 
 SLICE = 32  # registrations examined or made again between two checkpoints: about 1 ms
+ENDPOINTS_OF_ROW = 32  # endpoints that take as long as one registration
 
 # Marks a store that serves every instance by a client's word alone: no fleet file can say that.
 SHARED = "shared"
@@ -123,12 +124,14 @@ class Registrations:
         """Returns all registrations as frames; other tasks run meanwhile."""
         made: list[bytes] = []
         rows: list[Row] = []
-        served = ((each.table, each.members, each.mark) for each in self.rows())
-        for row in chain(self.unserved, served):
-            rows.append(row)
-            if len(rows) == SLICE:
-                made.append(frame(ROWS, packed(rows)))
-                rows = []
+        served = (each and (each.table, each.members, each.mark) for each in self.rows())
+        for number, row in enumerate(chain(self.unserved, served), 1):
+            if row is not None:
+                rows.append(row)
+            if number % SLICE == 0:
+                if rows:
+                    made.append(frame(ROWS, packed(rows)))
+                    rows = []
                 await trio.lowlevel.checkpoint()
         if rows:
             made.append(frame(ROWS, packed(rows)))
@@ -140,12 +143,20 @@ class Registrations:
             made.append(frame(PEERS, packed(peers)))
         return made
 
-    def rows(self) -> Iterator[ClientRegistration]:
-        """Yields each registration that a client has made."""
+    def rows(self) -> Iterator[ClientRegistration | None]:
+        """Yields each registration that a client has made.
+
+        Yields None, too, for each that the fleet file has made, and for each ENDPOINTS_OF_ROW of a
+        worker: so each item takes about as long as any other.
+        """
         for table, wanted, known in self._all():
-            if not self.is_set(table, wanted):
-                mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
-                yield ClientRegistration(table, wanted, known, MEMBERS_OF[table](wanted), mark)
+            if self.is_set(table, wanted):
+                yield None
+                continue
+            mark = SHARED if table == "conductor" and _is_shared(wanted) else ""
+            yield ClientRegistration(table, wanted, known, MEMBERS_OF[table](wanted), mark)
+            if table == "selection":
+                yield from repeat(None, len(wanted.kv_events_endpoints) // ENDPOINTS_OF_ROW)
 
     def is_set(self, table: str, wanted: Any) -> bool:
         """Returns whether the fleet file has registered something under the same key."""

@@ -143,7 +143,7 @@ class Catalog:
         """Returns the registrations of clients here; other tasks run meanwhile."""
         found: dict[Field, CatalogRow] = {}
         for number, each in enumerate(self._registrations.rows(), 1):
-            if each.table != "replica":
+            if each is not None and each.table != "replica":
                 members = json.dumps(each.members, sort_keys=True)
                 row = CatalogRow(each.table, members, each.mark, known=each.known)
                 found[_field(each.table, each.wanted)] = row

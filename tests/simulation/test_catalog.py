@@ -8,6 +8,7 @@ calls have registered by a plain model, and what its own file has.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Awaitable, Coroutine
 from copy import deepcopy
 from dataclasses import replace
@@ -30,7 +31,7 @@ from kvd.fleet_file.targets import (
 )
 from kvd.index.peers import Peers
 from kvd.index.publishers import Publishers
-from kvd.persistence.registrations import SLICE, Faces, Registrations
+from kvd.persistence.registrations import ENDPOINTS_OF_ROW, SLICE, Faces, Registrations
 from kvd.replica_sync.replicas import Replicas
 from kvd.shared_state.catalog import Catalog, CatalogRow
 from kvd.shared_state.keys import Keys
@@ -40,6 +41,7 @@ from kvd.wire.egress import EgressPolicy
 from kvd.wire.replica import ReplicaStats
 from tests.simulation.memory_server import MemoryServer
 from tests.support.budget import scaled
+from tests.support.cancelling import Cancelling
 from tests.support.selecting import Service
 
 KEYS = Keys("kvd")
@@ -274,6 +276,23 @@ async def test_a_publisher_that_leaves_is_registered_no_more(tmp_path: Path) -> 
         while replica.publishers.find(wanted.key) is not None:
             await trio.lowlevel.checkpoint()
         assert len(replica.publishers) == 1 and not list(replica.registrations.rows())
+
+
+@pytest.mark.parametrize("fleet", [True, False])
+async def test_others_run_while_registrations_are_gathered(tmp_path: Path, *, fleet: bool) -> None:
+    """Those of the fleet file are passed over; a worker of many ranks takes as long as many."""
+    replica, counting = Replica(tmp_path / "fleet.toml"), Cancelling(sys.maxsize)
+    if fleet:
+        await replica.read(*(("slot_tracker", row_of("slot_tracker", each)) for each in range(200)))
+    else:
+        endpoints = dict.fromkeys(map(str, range(4096)), "tcp://127.0.0.1:1")
+        row = row_of("selection", 1) | {
+            "kv_events_endpoints": endpoints,
+            "data_parallel_size": 4097,
+        }
+        await replica.add("selection", row)  # it cannot be scheduled, so nothing is listened to
+    await counting.run(replica.registrations.frames)
+    assert counting.steps >= (200 if fleet else 4096 // ENDPOINTS_OF_ROW) // SLICE
 
 
 async def test_others_run_while_many_settings_are_gathered(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +25,7 @@ from hypothesis import strategies as st
 from kvd.config.errors import StartError
 from kvd.errors import Conflict
 from kvd.fleet_file import parse as fleetfile
-from kvd.fleet_file.follower import FleetFileFollower
+from kvd.fleet_file.follower import COMPARED_AT_ONCE, FleetFileFollower
 from kvd.fleet_file.targets import (
     ConductorTarget,
     IndexerTarget,
@@ -40,6 +42,7 @@ from kvd.slots.trackers import SlotTrackers
 from kvd.wire.egress import DEFAULT, AllowedNetworks, EgressPolicy
 from kvd.wire.replica import Replica, ReplicaStats
 from tests.support import exposition, http_client
+from tests.support.cancelling import Cancelling
 from tests.support.http_client import Client
 from tests.support.loglines import logged
 from tests.support.ports import find_free_port
@@ -378,6 +381,15 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     await faces.fleet.read()
     assert faces.there()["indexer"] == [(1, "tcp://127.0.0.1:1")]
     assert faces.fleet.reads == {"applied": 1, "refused": 5}
+
+
+async def test_a_long_file_is_compared_in_steps(tmp_path: Path) -> None:
+    faces = Faces(tmp_path)
+    await faces.read(*(tracked(number) for number in range(4 * COMPARED_AT_ONCE)))
+    reading, applying = Cancelling(sys.maxsize), Cancelling(sys.maxsize)  # neither is cancelled
+    await reading.run(partial(faces.fleet.prepare, DEFAULT))
+    await applying.run(faces.fleet.read)
+    assert applying.steps >= reading.steps + 2 * 4
 
 
 async def test_entries_of_faces_that_are_off_are_left_out(tmp_path: Path) -> None:
