@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[Token, ...]:
     if len(data) > MAX_BYTES:
         raise ValueError(f"the file is longer than {MAX_BYTES} bytes")
     try:
-        lines = data.decode().splitlines()
+        lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ValueError("the file is not UTF-8") from None  # without any of its content
     tokens = [token for number, line in enumerate(lines, 1) if (token := _token(number, line))]

@@ -74,6 +74,7 @@ class FleetFileRow:
 class Table:
     """The members of one table's entries, and their readers."""
 
+    subject: str  # what there can be only one entry about, as `key` distinguishes it
     members: tuple[str, ...]
     read: Callable[[bytes], Any]
     key: Callable[[Any], Hashable]
@@ -111,36 +112,49 @@ def _upstream_key(wanted: Wanted) -> Hashable:
 
 TABLES = {
     "indexer": Table(
-        indexer.REGISTERED, indexer.read_rank, lambda wanted: wanted.key, _check_listened
+        "instance and rank",
+        indexer.REGISTERED,
+        indexer.read_rank,
+        lambda wanted: wanted.key,
+        _check_listened,
     ),
     "slot_tracker": Table(
+        "worker",
         slot_tracker.REGISTERED,
         slot_tracker.read_worker,
         lambda wanted: (wanted.key, wanted.worker_id),
         lambda wanted, outgoing: None,
     ),
     "selection": Table(
+        "worker",
         selection.REGISTERED,
         selection.read_worker,
         lambda wanted: wanted.worker_id,
         _check_worker,
     ),
     "policy": Table(
+        "model and tenant",
         tuning.TUNED_POLICY,
         tuning.read_policy,
         lambda wanted: wanted.key,
         lambda wanted, outgoing: None,
     ),
     "conductor": Table(
-        conductor.REGISTERED, conductor.read_publisher, lambda wanted: wanted.key, _check_listened
+        "publisher",
+        conductor.REGISTERED,
+        conductor.read_publisher,
+        lambda wanted: wanted.key,
+        _check_listened,
     ),
     "upstream": Table(
+        "engine",
         gateway.REGISTERED,
         gateway.read_upstream,
         _upstream_key,
         lambda wanted, outgoing: None,  # each address is judged when it is connected to
     ),
     "replica": Table(
+        "replica",
         replica.REGISTERED,
         replica.read_replica,
         lambda wanted: wanted.endpoint,
@@ -188,7 +202,8 @@ def entries(written: list[FleetFileRow], outgoing: EgressPolicy) -> Iterator[Fle
             raise ValueError(f"{_entry_name(row.table, row.number)}: {error}") from None
         other = seen.setdefault((entry.table, entry.key), entry)
         if other is not entry:
-            raise ValueError(f"{entry} is the same as entry {other.number}")
+            subject = TABLES[entry.table].subject
+            raise ValueError(f"{entry} is for the same {subject} as entry {other.number}")
         yield entry
 
 
@@ -201,6 +216,8 @@ def _entry(row: FleetFileRow, outgoing: EgressPolicy) -> FleetFileEntry:
         body = json.dumps(row.members, allow_nan=False).encode()
     except TypeError:
         raise ValueError("a member cannot be a date or a time") from None
+    except ValueError:
+        raise ValueError("a number cannot be nan or inf") from None
     except RecursionError:
         raise ValueError("tables are nested too deeply") from None
     wanted = table.read(body)

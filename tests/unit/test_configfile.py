@@ -142,7 +142,15 @@ def test_every_misspelling_is_refused(
         ("peers = [1]", r"peers: expected an array of URL texts"),
         ("indexer = {bind = 1}", r"indexer: no such setting"),
         ("indexer_bin = 'off'", r"indexer_bin: no such setting; did you mean indexer_bind\?"),
-        ("log_level = 'info'\nlog_level = 'info'", r"Cannot overwrite a value"),
+        ("log_level = 'info'\nlog_level = 'info'", r"log_level: Cannot overwrite a value"),
+        ("log_level = 'info'\nlog_level = 'info'\n", r"log_level: Cannot .* \(at line 2, "),
+        (
+            "# \xe4\n\nlog_level = info",
+            r"log_level: Expected .*at line 3, .*; a text needs quotes$",
+        ),
+        ("state_dir = /var/lib/kvd", r"state_dir: Invalid value .*; a text needs quotes$"),
+        ("http_idle_s = 1 2", r"http_idle_s: Expected [^;]*\(at line 1, column 17\)$"),
+        ("access_log = false 2", r"access_log: Expected [^;]*$"),
         ("log_level", r"Expected '='"),
         ("workers = " + "[" * 20_000, r"arrays or tables are nested too deeply$"),
         ("# " + "x" * configfile.MAX_BYTES, r"the file is longer than"),
@@ -182,11 +190,19 @@ def test_no_complaint_is_more_than_a_line(
 
 def test_no_text_and_no_file(tmp_path: Path) -> None:
     path = tmp_path / "kvd.toml"
-    path.write_bytes(b"\xff")
-    with pytest.raises(StartError, match="utf-8"):
+    path.write_bytes(b"log_level = 'info'\n# caf\xe9\n")
+    with pytest.raises(StartError, match=r"kvd.toml: the file is not UTF-8 in line 2$"):
         load({CONFIG: str(path)}, {})
     with pytest.raises(StartError, match=r"cannot read .*nowhere: No such file"):
         load({CONFIG: str(tmp_path / "nowhere")}, {})
+
+
+def test_what_editors_of_windows_add_is_no_mistake(tmp_path: Path) -> None:
+    """A byte order mark at the beginning, and carriage returns at the ends of lines."""
+    path = tmp_path / "kvd.toml"
+    path.write_bytes(b"\xef\xbb\xbfhttp_connections = 7\r\nlog_level = 'error'\r\n")
+    config = load({CONFIG: str(path)}, {})
+    assert (config.http.connections, config.log_level) == (7, "error")
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:

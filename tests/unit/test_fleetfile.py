@@ -89,7 +89,7 @@ WORKER = '[[selection]]\nworker_id = 1\nendpoint = "http://x"\nblock_size = 16\n
 
 WRONG = {
     "[": "Expected|Invalid",
-    "\udcff": "codec can't decode",
+    "\udcff": "^the file is not UTF-8 in line 1$",
     "indexer = 1": r"^indexer: expected \[\[indexer\]\]$",
     "indexer = [1]": r"^indexer: expected \[\[indexer\]\]$",
     "[indexer]": r"^indexer: expected \[\[indexer\]\]$",
@@ -97,7 +97,9 @@ WRONG = {
     "x = 1": "^x: no such table$",
     rank(without="endpoint"): "^indexer, entry 1: missing member `endpoint`$",
     rank() + rank(without="block"): "^indexer, entry 2: missing member `block_size`$",
-    rank() + rank(): "^indexer, entry 2 is the same as entry 1$",
+    rank() + rank(without="endpoint", more="endpoint = 'tcp://10.0.0.9:1'"): (
+        "^indexer, entry 2 is for the same instance and rank as entry 1$"
+    ),
     rank(more="dp_rnk = 1"): r"^indexer, entry 1: dp_rnk: no such member; dp_rank\?$",
     rank(more="dp_rank = '1'"): "^indexer, entry 1: dp_rank: expected a whole number$",
     rank(more="dp_rank = 1.0"): "^indexer, entry 1: dp_rank: expected a whole number$",
@@ -108,7 +110,7 @@ WRONG = {
     rank(
         more="dp_rank." + "a." * 2_000 + "a = 1"
     ): "^indexer, entry 1: tables are nested too deeply",
-    rank(more="dp_rank = nan"): "^indexer, entry 1: Out of range float",
+    rank(more="dp_rank = nan"): "^indexer, entry 1: a number cannot be nan or inf$",
     rank(more="routing_group = 'x'\ntenant_id = 'y'"): "^indexer, entry 1: .* differ$",
     rank(without="endpoint", more="endpoint = 'tcp://8.8.8.8:1'"): (
         "^indexer, entry 1: invalid ZMQ endpoint .*8.8.8.8 is not in outgoing_allow$"
@@ -124,14 +126,14 @@ WRONG = {
     + "{policy = 'kvd', weights = {speed = 1}}": "^policy, entry 1: .* speed: no such weight",
     POLICY
     + "{weights = {hold_up = 1}}": "^policy, entry 1: router_policy: policy: expected a text",
-    POLICY + "'kvd'\n" + POLICY + "'kvd'": "^policy, entry 2 is the same as entry 1$",
+    POLICY + "'kvd'\n" + POLICY + "'kvd'": "^policy, entry 2 is for the same model and tenant",
     "[[slot_tracker]]\nmodel_name = 'm'\n": "^slot_tracker, entry 1: missing member",
     WORKER + "role = 'x'": "^selection, entry 1: role: expected one of",
     WORKER + "kv_events_endpoint = 'x'": "^selection, entry 1: invalid ZMQ endpoint `x`",
     WORKER + "kv_events_endpoints = {0 = 'tcp://127.1:5'}": "^selection, entry 1: .*127.1 is no",
     WORKER
     + "replay_endpoint = 'tcp://0.0.0.0:5'": "^selection, entry 1: .*0 stands for every addr",
-    WORKER + WORKER: "^selection, entry 2 is the same as entry 1$",
+    WORKER + WORKER: "^selection, entry 2 is for the same worker as entry 1$",
     "[[conductor]]\ntype = ''": "^conductor, entry 1: ",
     "[[replica]]\nendpoint = 'tcp://*:5600'": "^replica, entry 1: .*stands for every address of",
     "[[replica]]\nendpoint = 'tcp://[fe80::1]:5600'": "^replica, entry 1: .*not in outgoing_allow",

@@ -109,6 +109,8 @@ def test_a_file_has_names_scopes_and_tokens(tmp_path: Path) -> None:
         GATEWAY,
         Token("operator", Scope.ADMIN | Scope.READ, b"ABC-._~+/0123456789=="),
     )
+    # Editors of Windows begin a file with a byte order mark.
+    assert read(tmp_path, "\ufeff" + text[text.index("gateway") :]) == read(tmp_path, text)
 
 
 GOOD = "a read 0123456789abcdef\n"
