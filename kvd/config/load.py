@@ -211,9 +211,15 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 
 
 def _check_faces(plain: Mapping[str, Any], faces: list[Any]) -> None:
-    """Raises `StartError` if there is no face, or a setting of one that is off."""
+    """Raises `StartError` for no face, two at one address, or a setting of one that is off."""
     if not any(faces):
         raise StartError("every face is off: set an address, such as --indexer-bind 127.0.0.1:8090")
+    taken: dict[str, str] = {}
+    for name in FACE_BINDS:
+        for bind in plain[name].each if plain[name] else ():
+            other = taken.setdefault(bind.address, name)
+            if other != name and not bind.address.endswith(":0"):  # the system chooses a port for 0
+                raise StartError(f"{other} and {name} are both {bind.address}: change one of them")
     if plain["upstreams"] is not None and plain["gateway_bind"] is None:
         raise StartError("--upstreams needs --gateway-bind")
     both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())

@@ -280,6 +280,24 @@ def test_either_face_can_be_off() -> None:
         load(dict.fromkeys(FACE_BINDS, OFF), {})
 
 
+def test_two_faces_cannot_have_one_address() -> None:
+    """The kernel would call it in use, and send the operator to look for another process."""
+    with pytest.raises(
+        StartError, match=r"^indexer_bind and slot_tracker_bind are both 127\.0\.0\.1"
+    ):
+        load({}, {"KVD_INDEXER_BIND": "127.0.0.1:8091"})
+    both = "unix:/run/a.sock,tls:127.0.0.1:1"
+    with pytest.raises(
+        StartError, match=r"^slot_tracker_bind and conductor_bind are both unix:/run/a"
+    ):
+        load({}, {"KVD_SLOT_TRACKER_BIND": both, "KVD_CONDUCTOR_BIND": "unix:/run/a.sock"})
+    with pytest.raises(StartError, match=r"are both 127.0.0.1:1: change one of them$"):
+        load({}, {"KVD_SLOT_TRACKER_BIND": both, "KVD_CONDUCTOR_BIND": "127.0.0.1:1"})
+    alike = dict.fromkeys((f"KVD_{name.upper()}" for name in FACE_BINDS), "127.0.0.1:0")
+    assert load({}, alike).conductor_bind == parse_face_binds("127.0.0.1:0")
+    assert load({}, {"KVD_INDEXER_BIND": "127.0.0.1:8091", "KVD_SLOT_TRACKER_BIND": "off"})
+
+
 def test_a_name_is_utf8() -> None:
     """Python reads other bytes of an environment as surrogates, which no scrape could show."""
     with pytest.raises(StartError, match="control characters or is not UTF-8"):
