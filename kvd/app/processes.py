@@ -21,8 +21,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,16 +94,29 @@ def run(config: Config, reader: ConfigReader) -> int:
         passed = activation.receive(os.environ)
     except ValueError as error:
         raise StartError(str(error)) from None
-    folder = tempfile.mkdtemp(prefix="kvd-", dir=control.folder(os.environ))
+    with _opening("make a folder for the sockets between the processes"):
+        folder = tempfile.mkdtemp(prefix="kvd-", dir=control.folder(os.environ))
     opened = ExitStack()
     try:
         opened.enter_context(closing(passed))
-        supervisor = _Supervisor(config, reader, folder, passed, opened)
+        with _opening("open the sockets between the processes"):
+            supervisor = _Supervisor(config, reader, folder, passed, opened)
         return supervisor.run(reloads=is_reloadable(config, reader))
     finally:
         if os.getpid() == parent:  # a child returns through here as well
             opened.close()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _opening(what: str) -> Iterator[None]:
+    """Turns an OSError into one line: the folder may be read-only, or its name too long."""
+    try:
+        yield
+    except OSError as error:
+        why = ": ".join(filter(None, (error.filename, error.strerror or str(error))))
+        remedy = f"{FOLDER_VARIABLE}, else TMPDIR, names the folder"
+        raise AddressError(f"cannot {what}: {why}; {remedy}") from None
 
 
 class _Supervisor:

@@ -165,7 +165,7 @@ def _remove_stale(path: str) -> None:
     """Removes the socket file that a dead process left behind, and nothing else."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            return  # bind() will say that the address is in use
+            raise OSError(errno.EADDRINUSE, "a file that is not a socket has this name")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

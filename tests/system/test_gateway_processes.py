@@ -267,6 +267,20 @@ def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
     assert bind in line and "in use" in line
 
 
+def test_without_a_place_for_their_sockets_one_line_says_so(tmp_path: Path) -> None:
+    """As where all of a container's file system is read-only."""
+    flags = "gateway", "--port", "0", "--processes", "2", "--upstream", "http://127.0.0.1:9"
+    missing = run_command(*flags, RUNTIME_DIRECTORY=str(tmp_path / "missing"))
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    unnamable = run_command(*flags, TMPDIR=str(long))
+    assert not any(long.iterdir())
+    for ended, why in ((missing, "No such file or directory"), (unnamable, "path too long")):
+        assert ended.code == 1
+        line = rf"kvd: cannot .*{tmp_path}/.*: .*{why}; RUNTIME_DIRECTORY, else TMPDIR, .*\n"
+        assert re.fullmatch(line, ended.stderr), ended.stderr
+
+
 def test_a_process_killed_at_the_first_start_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # no process serves before it answers
         engine = f"http://127.0.0.1:{silent.getsockname()[1]}"
