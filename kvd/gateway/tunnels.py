@@ -24,11 +24,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import trio
 
 from kvd.gateway.exchanges import RelayLimits
+from kvd.http.certificates import load_pair
 from kvd.wire.urls import Target
 from kvd_core.relay.relay import ExchangeOutcome, tune
 
@@ -68,10 +68,9 @@ class UpstreamTls:
             context.verify_mode = ssl.CERT_NONE
         if self.certfile is not None:
             try:
-                context.load_cert_chain(self.certfile, self.keyfile, _refuse_passphrase)
-            except (OSError, ValueError) as error:
-                files = f"{self.certfile} with {self.keyfile}"
-                raise ValueError(f"upstream_tls_certfile: cannot use {files}: {error}") from None
+                load_pair(context, self.certfile, self.keyfile)
+            except ValueError as error:
+                raise ValueError(f"upstream_tls_certfile: {error}") from None
         return context
 
 
@@ -232,8 +231,3 @@ def outcome_of(error: Exception) -> ExchangeOutcome:
         return ExchangeOutcome.NO_ANSWER
     lacks_room = error.errno in LACKS_ROOM
     return ExchangeOutcome.NO_ROOM if lacks_room else ExchangeOutcome.UNREACHABLE
-
-
-def _refuse_passphrase() -> NoReturn:
-    """Fails in place of OpenSSL's question for a passphrase on the terminal."""
-    raise ValueError("the key has a passphrase")

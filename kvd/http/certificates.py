@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvd.http.options import TlsFiles
 
@@ -39,10 +40,9 @@ def load_credentials(files: TlsFiles) -> TlsCredentials:
     context.set_ciphers(CIPHERS)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(files.certfile, files.keyfile, _refuse_passphrase)
-    except (OSError, ValueError) as error:
-        pair = f"{files.certfile} with {files.keyfile}"
-        raise ValueError(f"tls_certfile: cannot use {pair}: {error}") from None
+        load_pair(context, files.certfile, files.keyfile)
+    except ValueError as error:
+        raise ValueError(f"tls_certfile: {error}") from None
     if files.client_ca is None:
         return TlsCredentials(context, None)
     try:
@@ -55,6 +55,26 @@ def load_credentials(files: TlsFiles) -> TlsCredentials:
     return TlsCredentials(
         context, frozenset(b"".join(block.split()) for block in _PEM.findall(pem))
     )
+
+
+def load_pair(context: ssl.SSLContext, certfile: Path, keyfile: Path | None) -> None:
+    """Loads a certificate and its key, None if that file has both; raises ValueError."""
+    try:
+        context.load_cert_chain(certfile, keyfile, _refuse_passphrase)
+    except (OSError, ValueError) as error:
+        why = _explained(error, certfile, keyfile or certfile)
+        raise ValueError(f"cannot use {certfile} with {keyfile}: {why}") from None
+
+
+def _explained(error: Exception, certfile: Path, keyfile: Path) -> str:
+    """Returns the text of an error; OpenSSL's own is "PEM lib" where a file lacks its object."""
+    if isinstance(error, ssl.SSLError):
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "the key is not that of the certificate"
+        for path, what in (certfile, "CERTIFICATE"), (keyfile, "PRIVATE KEY"):
+            if f"{what}-----".encode() not in path.read_bytes():
+                return f"{path} contains no {what.lower()}"
+    return str(error)
 
 
 def _refuse_passphrase() -> str:

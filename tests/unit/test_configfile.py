@@ -348,7 +348,7 @@ def test_check_reads_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[
     for flags, complaint in (
         ([gone], f"upstream_tls_ca: cannot read {tmp_path}/gone.pem: No such file"),
         ([ca], f"upstream_tls_ca: cannot use {tmp_path}/cert.pem: "),
-        (pair, f"upstream_tls_certfile: cannot use {tmp_path}/cert.pem with "),
+        (pair, f"{tmp_path}/cert.pem: {tmp_path}/cert.pem contains no certificate"),
         (files, "tls_certfile, tls_keyfile: TLS needs an address of a face"),
     ):
         assert main(["config", "check", *flags]) == 1

@@ -314,16 +314,17 @@ def test_terms_that_nobody_could_be_served_with_name_their_file(
         "MIGjMF8GCSqGSIb3DQEFDTBSMDEGCSqGSIb3DQEFDDAkBBCw6DBtRo0LXzEYNqw8\n"
         "-----END ENCRYPTED PRIVATE KEY-----\n"
     )
-    for files in (
-        (cert, clients / "client.key", None),
-        (key, key, None),
-        (cert, tmp_path / "empty", None),
-        (cert, tmp_path / "locked", None),
-        (cert, tmp_path / "none", None),
-        (cert, key, tmp_path / "empty"),
-        (cert, key, clients / "ca.key"),
+    for files, why in (
+        ((cert, clients / "client.key", None), "the key is not that of the certificate"),
+        ((key, key, None), f"{key} contains no certificate"),
+        ((cert, cert, None), f"{cert} contains no private key"),
+        ((cert, tmp_path / "empty", None), f"{tmp_path}/empty contains no private key"),
+        ((cert, tmp_path / "locked", None), ""),
+        ((cert, tmp_path / "none", None), "No such file"),
+        ((cert, key, tmp_path / "empty"), ""),
+        ((cert, key, clients / "ca.key"), "does not contain a certificate"),
     ):
         wrong = files[1] if files[2] is None else files[2]
-        with pytest.raises(ValueError, match=f"cannot use .*{wrong.name}"):
+        with pytest.raises(ValueError, match=f"cannot use .*{wrong.name}: .*{why}"):
             load_credentials(TlsFiles(*files))
     assert load_credentials(TlsFiles(cert, key, ca)).authorities
