@@ -142,7 +142,7 @@ def load_config(given: Mapping[str, object]) -> config.Config:
 
 def _unused(loaded: config.Config) -> tuple[tuple[str, str], ...]:
     """Returns variables and settings that have no effect, each with the reason."""
-    return (*sources.without_effect(os.environ), *config.outweighed(loaded))
+    return (*sources.without_effect(os.environ), *config.unused(loaded))
 
 
 def write_docs(given: Mapping[str, object]) -> CommandResult:

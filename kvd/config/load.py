@@ -17,7 +17,14 @@ from kvd.config.errors import StartError
 from kvd.config.parsers import OFF, owner_of, served_key
 from kvd.config.secret_files import read_keys, read_password, read_token
 from kvd.config.settings import SETTINGS
-from kvd.config.sources import FACE_BINDS, TLS_FILES, UPSTREAM_TLS_FILES, read, reading
+from kvd.config.sources import (
+    FACE_BINDS,
+    GATEWAYS_OWN,
+    TLS_FILES,
+    UPSTREAM_TLS_FILES,
+    read,
+    reading,
+)
 from kvd.config.workers import StaticWorker, catalog_of, parse_workers
 from kvd.errors import BadRequest
 from kvd.gateway.exchanges import RelayLimits
@@ -149,8 +156,15 @@ class Config:
     values: Mapping[str, Any]  # of all settings, by name, from which this was made
 
 
-def outweighed(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields settings of Dynamo's cost function that the policy ignores, each with the reason."""
+def unused(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields settings that have no effect here, each with the reason.
+
+    They are engines where no gateway runs, and weights of Dynamo's cost function that the policy
+    ignores.
+    """
+    for name in GATEWAYS_OWN if config.gateway_bind is None else ():
+        if config.values[name]:
+            yield name, "no gateway runs here: set gateway_bind, or run `kvd gateway`"
     policy = config.values["router_policy"]
     if policy.preset is RouterPolicy.DYNAMO or config.selection_bind is None:
         return
@@ -211,7 +225,7 @@ def build(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 
 
 def _check_faces(plain: Mapping[str, Any], faces: list[Any]) -> None:
-    """Raises `StartError` for no face, two at one address, or a setting of one that is off."""
+    """Raises `StartError` for no face, two at one address, or an engine of two kinds."""
     if not any(faces):
         raise StartError("every face is off: set an address, such as --indexer-bind 127.0.0.1:8090")
     taken: dict[str, str] = {}
@@ -220,13 +234,9 @@ def _check_faces(plain: Mapping[str, Any], faces: list[Any]) -> None:
             other = taken.setdefault(bind.address, name)
             if other != name and not bind.address.endswith(":0"):  # the system chooses a port for 0
                 raise StartError(f"{other} and {name} are both {bind.address}: change one of them")
-    if plain["upstreams"] is not None and plain["gateway_bind"] is None:
-        raise StartError("--upstreams needs --gateway-bind")
     both = set(plain["upstreams"] or ()).intersection(plain["prefills"] or ())
     if both:
         raise StartError(f"{min(both)} is both an upstream and a prefill engine")
-    if plain["gateway_kvd"] is not None and plain["gateway_bind"] is None:
-        raise StartError("--gateway-kvd needs --gateway-bind")
 
 
 def _check_used(workers: Iterable[StaticWorker], plain: Mapping[str, Any]) -> None:

@@ -27,6 +27,9 @@ FACE_BINDS = (
     "gateway_bind",
 )
 
+# Settings that say what a gateway has behind it.
+GATEWAYS_OWN = ("upstreams", "prefills", "gateway_kvd")
+
 # Files of TLS, by the names of their settings.
 TLS_FILES = ("tls_certfile", "tls_keyfile", "tls_client_ca")
 UPSTREAM_TLS_FILES = ("upstream_tls_ca", "upstream_tls_certfile", "upstream_tls_keyfile")
@@ -62,12 +65,16 @@ def resolve(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str
 def read(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
     """Returns the value of every setting; takes and raises what `resolve` does.
 
-    Raises StartError also if there are files for TLS, but no address with TLS. If a flag names the
-    files, it must be an address of this command. If the environment or the configuration file does,
-    which commands share, it may be an address there that this command does not serve.
+    Raises StartError also if a flag names engines and there is no gateway, or if there are files
+    for TLS, but no address with TLS. If a flag names the files, it must be an address of this
+    command. If the environment or the configuration file does, which commands share, it may be an
+    address there that this command does not serve.
     """
     path, filed = _file(given, environ)
     values = {each.name: _resolve(each, given, environ, path, filed).value for each in SETTINGS}
+    flagged = [name for name in GATEWAYS_OWN if given.get(name)]
+    if flagged and values["gateway_bind"] == OFF:
+        raise StartError(f"--{flagged[0].replace('_', '-')} needs --gateway-bind")
     if any(values[name] is not None for name in TLS_FILES):
         binds = [values[name] for name in FACE_BINDS]
         if all(given.get(name) is None for name in TLS_FILES):

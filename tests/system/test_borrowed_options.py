@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvd.cli.main import main
+from kvd.config.binds import parse_face_binds
 from kvd.config.errors import StartError
-from kvd.config.load import load, outweighed
+from kvd.config.load import load, unused
 from kvd.config.settings import WITHOUT_EFFECT
-from kvd.config.sources import without_effect
+from kvd.config.sources import CONFIG, without_effect
+from tests.support.commands import Ended, run_command
 from tests.support.http_client import Client
 from tests.support.ports import find_free_port
 from tests.support.running import running, running_kvd
@@ -70,9 +72,24 @@ def test_what_kvd_does_not_know_is_told_from_what_it_has_no_use_for() -> None:
 def test_weights_that_the_policy_does_not_go_by_are_told() -> None:
     environ = {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "2", "DYN_ROUTER_TEMPERATURE": "1"}
     why = "the policy is kvd; it weighs in dynamo only"
-    assert dict(outweighed(load({}, environ))) == {"router_kv_overlap_score_weight": why}
-    assert not dict(outweighed(load({}, environ | {"KVD_ROUTER_POLICY": "dynamo"})))
-    assert not dict(outweighed(load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "1"})))
+    assert dict(unused(load({}, environ))) == {"router_kv_overlap_score_weight": why}
+    assert not dict(unused(load({}, environ | {"KVD_ROUTER_POLICY": "dynamo"})))
+    assert not dict(unused(load({}, {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "1"})))
+
+
+def test_a_file_of_the_gateway_serves_other_commands_too(tmp_path: Path) -> None:
+    """They say that its engines have no effect; who names engines by a flag wants a gateway."""
+    path = tmp_path / "gateway.toml"
+    path.write_text('upstreams = ["http://127.0.0.1:9"]\ngateway_kvd = []\n')
+    of_file = {CONFIG: str(path)}
+    why = "no gateway runs here: set gateway_bind, or run `kvd gateway`"
+    assert dict(unused(load(of_file, {}))) == {"upstreams": why}
+    gateway = {"gateway_bind": parse_face_binds("127.0.0.1:0")}
+    assert not dict(unused(load({**of_file, **gateway}, {})))
+    checked = run_command("config", "check", "--config", str(path))
+    assert checked == Ended(0, "ok\n", f"kvd: warning: upstreams has no effect: {why}\n")
+    refused = run_command("config", "check", "--upstreams", "http://127.0.0.1:9")
+    assert refused == Ended(1, "", "kvd: --upstreams needs --gateway-bind\n")
 
 
 def test_a_check_warns_of_them(
