@@ -53,6 +53,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown arguments here, in the command's own parser, which names the command."""
+        first = next(iter(args or ()), "")
+        if first.startswith("-") and first not in self._flags() and self._has_commands():
+            # argparse would take the option's value for the command.
+            hint = self._suggestion([first]) or "; options belong after the command"
+            self.error(f"unrecognized arguments: {first}{hint}")
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion(unknown)}")
@@ -60,11 +65,16 @@ class Parser(argparse.ArgumentParser):
             found.parser = self
         return found, unknown
 
+    def _has_commands(self) -> bool:
+        return any(action.nargs == argparse.PARSER for action in self._actions)
+
+    def _flags(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
     def _suggestion(self, unknown: Iterable[str]) -> str:
         """Returns which flag the first unknown one was meant to be, in brackets."""
         flag = next((each for each in unknown if each.startswith("--")), "").partition("=")[0]
-        known = [name for action in self._actions for name in action.option_strings]
-        like = parsers.nearest(flag, known, LIKENESS)
+        like = parsers.nearest(flag, self._flags(), LIKENESS)
         return f" (did you mean {like}?)" if like else ""
 
 

@@ -119,6 +119,15 @@ def test_a_wrong_command_line_names_the_command_and_no_password(
             "kvd serve: unrecognized arguments: --port 1; see `kvd serve --help`",
         ),
         (
+            "--config kvd.toml serve",
+            "kvd: unrecognized arguments: --config; options belong after the command; see `kvd",
+        ),
+        (
+            "config --config=kvd.toml check",
+            "kvd config: unrecognized arguments: --config=kvd.toml; options belong after the ",
+        ),
+        ("--verson", "kvd: unrecognized arguments: --verson (did you mean --version?); "),
+        (
             "gateway --port 1 --gateway-bind 127.0.0.1:2",
             "kvd gateway: --gateway-bind says where to listen; --host and --port say it, too; "
             "see `kvd gateway --help`",
