@@ -251,10 +251,9 @@ def _reach(found: Json) -> str:
     chronicle = found["chronicle"]
     if not chronicle["capacity"]:
         return "what happened to blocks is not recorded: index_chronicle is 0"
-    return (
-        f"{'what happened to them, from' if found['timeline'] else 'none of them is in'} "
-        f"{chronicle['changes']:,} changes of blocks that reach {chronicle['reach_s']:,.0f} s back"
-    )
+    known = "what happened to" if found["timeline"] else "nothing is recorded of"
+    changes, reach_s = chronicle["changes"], chronicle["reach_s"]
+    return f"{known} these blocks (changes recorded: {changes:,}, up to {reach_s:,.0f} s ago)"
 
 
 def _timeline(events: Iterable[Json]) -> Table:

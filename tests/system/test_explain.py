@@ -372,7 +372,9 @@ def test_the_command_shows_tables(
     assert lines[4].split() == ["rank", "chance", "cost", "terms", "cached", "why", "no", "more"]
     assert "3 of 3 (device 3)" in shown and "all of it" in shown
     assert "block 0: never stored" in shown
-    assert "\nwhat happened to them, from " in shown and "blocks 0 to 3" in shown
+    assert (
+        "\nwhat happened to these blocks (changes recorded: " in shown and "blocks 0 to 3" in shown
+    )
     assert main(["explain", str(file), "--model-name=m", "--json", *binds]) == 0
     assert json.loads(capsys.readouterr().out)["choices"][0]["chosen"]["worker_id"] == "1"
 
@@ -386,7 +388,7 @@ def test_the_command_says_how_many_candidates_it_leaves_out(
     assert main(["explain", "-", "--model-name=m", *binds]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[-3] == "and 3 more" and shown[-4].startswith(f"{MAX_CANDIDATES}:0 ")
-    assert shown[-1].startswith("none of them is in ")
+    assert shown[-1].startswith("nothing is recorded of these blocks (changes recorded: ")
 
 
 def test_the_command_reads_prompts_in_three_forms(
