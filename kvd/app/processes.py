@@ -216,17 +216,23 @@ class _Supervisor:
         """Runs until a signal ends it; returns the exit code: in a child that of its daemon."""
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * reloads]
         with closing(Signals(*numbers)) as signals:
-            while self._is_running():
+            while True:
                 for child in self._children:
                     if child.due_at is None or child.due_at > time.monotonic():
                         continue
                     # The child keeps these signals blocked: one that comes before it can read it
                     # waits, instead of ending it.
-                    if (pid := os.fork()) == 0:
+                    try:
+                        pid = os.fork()
+                    except OSError as error:
+                        self._note_unstarted(child, error)
+                        continue
+                    if pid == 0:
                         return self._become(child)
                     self._note_started(child, pid)
+                if not self._is_running():
+                    return self._code
                 self._wait(signals)
-        return self._code
 
     def _is_running(self) -> bool:
         return not self._stopping or any(child.pid is not None for child in self._children)
@@ -260,6 +266,16 @@ class _Supervisor:
             # While no kvd runs, gateways must be refused rather than wait. So the parent gives up
             # its copy of the socket, and the next kvd opens one itself.
             child.listening.pop(0)[1].close()
+
+    def _note_unstarted(self, child: Child, error: OSError) -> None:
+        """Tries again, as memory may be short for a while; gives up at the first start."""
+        if self._announced:
+            self._plan(child, is_well=False)
+        else:
+            self._code = 1
+            self._stop()
+        reason = error.strerror or error
+        log.error("process_not_started", process=child.name, reason=reason, pause_s=child.pause_s)
 
     def _wait(self, signals: Signals) -> None:
         """Waits for something to do, and does it, except for starting processes."""
@@ -312,12 +328,14 @@ class _Supervisor:
             self._code = code if code > 0 else 1
             self._stop()
             return
-        now = time.monotonic()
-        is_well = now - child.started_at >= WELL_S
-        child.pause_s = 0.0 if is_well else min(2 * child.pause_s, MAX_PAUSE_S) or FIRST_PAUSE_S
-        child.due_at = now + child.pause_s
+        self._plan(child, is_well=time.monotonic() - child.started_at >= WELL_S)
         child.restarts += 1
         log.warning("process_ended", process=child.name, code=code, pause_s=child.pause_s)
+
+    def _plan(self, child: Child, *, is_well: bool) -> None:
+        """Has a process started again."""
+        child.pause_s = 0.0 if is_well else min(2 * child.pause_s, MAX_PAUSE_S) or FIRST_PAUSE_S
+        child.due_at = time.monotonic() + child.pause_s
 
     def _stop(self) -> None:
         """Makes the gateways drain; kvd is ended after them."""

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ from tests.support.gateways import (
     trusting,
     wait_serving,
 )
-from tests.support.processes import STOP_DEADLINE_S, Server
+from tests.support.ports import find_free_port
+from tests.support.processes import STOP_DEADLINE_S, Server, clean_environment
 from tests.support.reloading import starting
 from tests.support.zmtp_fakes import NOT_MY_FAULT_S, until
 
@@ -265,6 +267,55 @@ def test_an_address_in_use_ends_all_with_one_line(face: str) -> None:
     assert ended.code == 1
     [line] = [line for line in ended.stderr.splitlines() if not line.startswith("ts=")]
     assert bind in line and "in use" in line
+
+
+# Runs kvd where the calls of fork() with these numbers fail, as with too many processes. The limit
+# of processes itself does not hold for root.
+WITHOUT_ROOM = """
+import itertools, os, sys
+from kvd.cli.main import main
+numbers, fork = itertools.count(1), os.fork
+failing = set(map(int, sys.argv[1].split(",")))
+def limited():
+    if next(numbers) in failing:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = limited
+sys.exit(main(sys.argv[2:]))
+"""
+NOT_STARTED = (
+    'event=process_not_started process={} reason="Resource temporarily unavailable" pause_s={}'
+)
+
+
+def without_room(folder: Path, failing: str) -> Server:
+    """Starts two gateway processes, and the kvd that chooses for them."""
+    port = find_free_port()
+    flags = "gateway", "--port", str(port), "--processes", "2", "--upstream", "http://127.0.0.1:9"
+    command = [sys.executable, "-c", WITHOUT_ROOM, failing, *flags]
+    return Server(command, folder, port, clean_environment())
+
+
+@pytest.mark.parametrize(("failing", "name"), [("1", "kvd"), ("3", "gateway-1")])
+def test_without_room_for_a_process_the_first_start_is_given_up(
+    tmp_path: Path, failing: str, name: str
+) -> None:
+    server = without_room(tmp_path, failing)
+    assert server.process.wait(STOP_DEADLINE_S) == 1
+    assert NOT_STARTED.format(name, "0.0") in server.stderr
+    assert "Traceback" not in server.stderr
+
+
+def test_without_room_for_a_process_a_later_start_is_tried_again(tmp_path: Path) -> None:
+    server = without_room(tmp_path, "4,5")
+    try:
+        server.wait_logged("event=processes_ready")
+        gateways = Fleet(server, [])
+        os.kill(gateways.pid("gateway-0"), signal.SIGKILL)
+        server.wait_until(lambda: ("gateway-0", "1") in gateways.started(), "started again")
+        assert server.stderr.count("event=process_not_started") == 2
+    finally:
+        assert server.stop() == 0
 
 
 def test_without_a_place_for_their_sockets_one_line_says_so(tmp_path: Path) -> None:
