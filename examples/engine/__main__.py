@@ -62,10 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run(options: EngineOptions, port: int) -> None:
+    try:
+        listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
+    except OSError as error:
+        sys.exit(f"cannot listen on 127.0.0.1:{port}: {error.strerror}")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         server = EngineServer(options, context)
-        await trio.serve_tcp(server.serve, port, host="127.0.0.1")
+        await trio.serve_listeners(server.serve, listeners)
     finally:
         context.destroy(linger=0)
 

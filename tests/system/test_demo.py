@@ -9,6 +9,8 @@ import re
 import select
 import shlex
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -46,6 +48,7 @@ from examples.engine.tokenizer import ids_of_messages
 from tests.support import http_client
 from tests.support.ports import find_free_port
 from tests.support.processes import (
+    REPOSITORY,
     START_DEADLINE_S,
     STOP_DEADLINE_S,
     Server,
@@ -342,6 +345,15 @@ def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
     assert "kvd is up" not in second.stdout
     assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     assert has_ended(daemon)
+
+
+def test_an_engine_says_that_its_address_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "examples.engine", "--port", str(port)]
+        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == f"cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
 @pytest.mark.parametrize(
