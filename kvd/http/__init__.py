@@ -5,8 +5,8 @@ front, server, tls           the server of a face's addresses without TLS; its b
                              connections and ends them; the server over TLS
 fast_path, plain_head.hpp    keeps connections between two requests, and answers common requests
                              on the spot; compiled
-idle_poll                    serves those connections, and a gateway's relay, between two passes
-                             of trio, while no task can run
+idle_poll, rows              serves those connections, and a gateway's relay, between two passes
+                             of trio, while no task can run; the turns that they take; compiled
 busy_wait                    waits awake for the next request where that costs less than sleeping;
                              compiled
 hot                          the handler of a hot route; compiled; `fast_path` and `connection`

@@ -1,8 +1,6 @@
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvd.http.busy_wait import BusyWait
-from kvd.http.idle_poll import Pollable
 from kvd.http.permits import ClientTrust, PermitRules
 from kvd.http.serving import Streamed
 from kvd.http.untasked import Untasked
@@ -36,10 +34,6 @@ class Parkable:
     def __init__(self, checks_host: bool) -> None: ...
     def note_granted(self, scope: int) -> None: ...
 
-NOTHING: int
-ALL: int
-SOME: int
-
 class FastPath:
     lines: bytes | None
     created_lines: bytes | None
@@ -67,15 +61,3 @@ class FastPath:
     def sweep(self) -> None: ...
     def serve_ready(self, budget_ns: int) -> int: ...
     def close(self) -> None: ...
-
-def serve_row(pollables: list[Pollable], budget_ns: int, runnable: Sized) -> int: ...
-def serve_before(pollables: list[Pollable], budget_ns: int, runnable: Sized) -> int: ...
-def serve_between(
-    pollables: list[Pollable],
-    others: int,
-    runnable: Sized,
-    awake: BusyWait,
-    seconds: float,
-    linger_s: float,
-    budget_ns: int,
-) -> tuple[bool, bool]: ...

@@ -37,16 +37,16 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.errno cimport EAGAIN, ECONNRESET, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libcpp.vector cimport vector
 from posix.unistd cimport close, write
 
 import os
 
-from kvd.http.busy_wait cimport BusyWait, pollfd
+from kvd.http.busy_wait cimport pollfd
 from kvd.http.hot cimport HotHandler
 from kvd.http.permits cimport Verdict
 from kvd.telemetry.counts cimport RequestCounts
-from kvd.telemetry.stretches cimport begin_stretch, end_stretch, enter, kFastPath, leave, now_ns
+from kvd.telemetry.stretches cimport enter, kFastPath, leave, now_ns
+from kvd_core.base.served cimport kAll, kNothing, kSome
 
 from kvd.http.permits import ClientTrust
 
@@ -73,7 +73,6 @@ cdef extern from "<sys/eventfd.h>" nogil:
 
 cdef extern from "<poll.h>" nogil:
     enum:
-        POLLIN
         POLLERR
         POLLHUP
         POLLRDHUP
@@ -111,17 +110,8 @@ _TAKEN = object()  # a relay has the connection: it is not parked, and its task 
 _KNOWN = ClientTrust.KNOWN
 
 cdef enum:
-    kNothing
-    kAll
-    kSome
-
-NOTHING, ALL, SOME = kNothing, kAll, kSome
-
-cdef enum:
-    kTurnNs = 10 * 1000  # of one pollable's turn: one request, or one of each connection
     kMaxTurnNs = 500 * 1000  # of a turn in which requests are long: then it leaves connections out
     kEvents = 16  # edges taken from the set at once
-    kRunnable = 8  # runnable tasks that end a row: each may take 0.2 ms, and trio runs all of them
     kStreak = 8  # requests of one connection in a row before others have their turn
     # Bytes of one receive, and of the longest request served here: room for 260,000 token ids. Only
     # what requests have filled is resident.
@@ -354,7 +344,7 @@ cdef class FastPath:
     def serve_ready(self, int64_t budget_ns):
         """Serves what has come, until nothing is left or `budget_ns` nanoseconds have passed.
 
-        Returns NOTHING if nothing had come, ALL, or SOME if more may be waiting.
+        Returns what the turn has come to (base/served.pxd).
         """
         cdef int64_t now = enter(kFastPath)
         try:
@@ -633,101 +623,3 @@ cdef int _undo(HotHandler handler) except -1:
     if undo is not None:
         undo()
     return 0
-
-
-def serve_row(list pollables not None, int64_t budget_ns, runnable not None):
-    """Serves pollables in turns until nothing is left or `budget_ns` nanoseconds have passed.
-
-    It also ends once `runnable` has kRunnable tasks. Returns NOTHING if nothing had come, ALL, or
-    SOME if more may be waiting.
-    """
-    cdef int64_t end = now_ns() + budget_ns
-    cdef vector[pollfd] watched = _watching(pollables)
-    cdef int done = kNothing
-    poll(watched.data(), watched.size(), 0)
-    while _give_turns(watched, pollables):
-        done = kAll
-        if now_ns() >= end or len(runnable) >= kRunnable:
-            return kSome
-        poll(watched.data(), watched.size(), 0)
-    return done
-
-
-def serve_before(list pollables not None, int64_t budget_ns, runnable not None):
-    """Does what `serve_row` does between two passes of trio, before it polls."""
-    end_stretch()
-    begin_stretch()
-    try:
-        return serve_row(pollables, budget_ns, runnable)
-    finally:
-        end_stretch()
-
-
-cdef vector[pollfd] _watching(list pollables):
-    cdef vector[pollfd] watched
-    for pollable in pollables:
-        watched.push_back(_awaiting(pollable.fileno()))
-    return watched
-
-
-cdef pollfd _awaiting(int fd):
-    cdef pollfd one
-    one.fd = fd
-    one.events = POLLIN
-    one.revents = 0
-    return one
-
-
-cdef bint _give_turns(const vector[pollfd]& watched, list pollables) except -1:
-    """Gives each pollable that was found readable a turn; returns whether any had something to do.
-
-    A turn is short, so that a pollable with many clients keeps no other waiting.
-    """
-    cdef bint served = False
-    cdef Py_ssize_t i = 0
-    for pollable in pollables:
-        if watched[i].revents:
-            served |= <int>pollable.serve_ready(kTurnNs) != kNothing
-        i += 1
-    return served
-
-
-def serve_between(list pollables not None, int others, runnable not None, BusyWait awake not None,
-                  double seconds, double linger_s, int64_t budget_ns):
-    """Serves pollables for as long as they alone have something to do.
-
-    `others` is a descriptor that is readable whenever a pollable or anything else is: trio's set.
-    This ends when `others` is readable but no pollable is, or `others` is after `budget_ns` of
-    turns; when a task is in `runnable`; after `linger_s` without a request; and after `seconds` in
-    all. Between two requests it sleeps, or waits awake by `awake`. Returns whether there was
-    anything to do, and whether `others` is readable.
-    """
-    cdef vector[pollfd] watched = _watching(pollables)
-    cdef pollfd* anything
-    # Trio's work until now is a stretch; the sleep in here is no part of it.
-    cdef int64_t now = end_stretch()
-    cdef int64_t end = now + <int64_t>(seconds * 1e9)
-    cdef int64_t linger = <int64_t>(linger_s * 1e9)
-    cdef int64_t spent_ns = 0  # on turns since nothing else was found to be ready
-    cdef int64_t began
-    cdef int timeout_ms, ready
-    cdef bint turned, served = False
-    watched.push_back(_awaiting(others))
-    anything = &watched.back()
-    while now < end:
-        timeout_ms = <int>((min(end - now, linger) + 999999) // 1000000)
-        with nogil:
-            ready = awake.wait(watched.data(), watched.size(), timeout_ms, now)
-        if ready <= 0:
-            break
-        began = begin_stretch()
-        turned = _give_turns(watched, pollables)
-        served |= turned
-        now = end_stretch()
-        spent_ns += now - began
-        if not turned or len(runnable) or spent_ns >= budget_ns:
-            poll(anything, 1, 0)
-            if anything.revents or len(runnable):
-                return served, anything.revents != 0
-            spent_ns = 0
-    return served, False

@@ -22,12 +22,12 @@ from kvd.http.asgi import AsgiApp
 from kvd.http.auth import is_local
 from kvd.http.connection import Connection, listener_context
 from kvd.http.context import ServerContext
-from kvd.http.fast_path import SOME
 from kvd.http.idle_poll import Turn, polled_when_idle
 from kvd.http.limits import HttpLimits
 from kvd.http.messages import JSON, Response
 from kvd.http.render import CLOSE_LINE, start_lines, whole_response
 from kvd.http.routes import Route
+from kvd.http.rows import SOME
 from kvd.http.server import Server
 from kvd.http.table import RouteTable
 from kvd.http.transport import RECEIVE_BYTES, Shared, SocketStream

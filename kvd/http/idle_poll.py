@@ -36,7 +36,7 @@ from typing import NoReturn, Protocol
 import trio
 
 from kvd.http.busy_wait import BusyWait
-from kvd.http.fast_path import serve_before, serve_between, serve_row
+from kvd.http.rows import serve_before, serve_between, serve_row
 from kvd.telemetry.logs import get_logger
 from kvd.telemetry.metrics import Family, by_label
 

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import trio
 
-from kvd.http.fast_path import ALL, NOTHING, SOME
 from kvd.http.idle_poll import Turn, polled_when_idle
+from kvd.http.rows import ALL, NOTHING, SOME
 from kvd.net.per_run import OnePerRun
 from kvd.net.turns import Turns
 

@@ -5,6 +5,7 @@ numbers.hpp            numbers by dense ids, of which many have none
 page_buffer.hpp        a vector that grows without copying
 keyed.hpp              the hash of tables whose keys outsiders choose
 arena.pxd              arenas, probe tables and keyed hashes for Cython's structs
+served.pxd             what a turn of a pollable has come to
 visitor.hpp            a visitor for callers without lambdas
 hash.hpp, hashing      hashes of blocks, in C++ and for Python
 msgpack.hpp            a reading cursor over msgpack

@@ -14,10 +14,7 @@ from enum import IntEnum
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 
-cdef enum:
-    kNothing
-    kAll
-    kSome
+from kvd_core.base.served cimport kAll, kNothing, kSome
 
 NOTHING, ALL, SOME = kNothing, kAll, kSome
 NO_CLIENT = -1

@@ -20,7 +20,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from kvd.http import idle_poll
 from kvd.http.busy_wait import BusyWait
-from kvd.http.fast_path import ALL, NOTHING, SOME, FastPath, Parkable, serve_between
+from kvd.http.fast_path import FastPath, Parkable
 from kvd.http.idle_poll import (
     EPOLL,
     RUNNABLE,
@@ -32,6 +32,7 @@ from kvd.http.idle_poll import (
 from kvd.http.messages import Request, Response
 from kvd.http.permits import PermitRules
 from kvd.http.routes import Route
+from kvd.http.rows import ALL, NOTHING, SOME, serve_between
 from kvd.net.arrivals import arrivals
 from kvd.telemetry.counts import RequestCounts
 from kvd.telemetry.metrics import render
