@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--no-events", action="store_true", help="publish no KV events")
     args = parser.parse_args(argv)
+    if not 0 < args.port <= 65_535:  # the system would use another one: the number modulo 65,536
+        parser.error(f"argument --port: expected a port from 1 to 65535, not {args.port}")
     options = EngineOptions(
         model=args.model,
         kind=args.kind,

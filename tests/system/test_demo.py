@@ -347,6 +347,15 @@ def test_an_address_in_use_is_said_and_ends_the_demo(start: Start) -> None:
     assert has_ended(daemon)
 
 
+def test_an_engine_listens_at_no_other_port_than_the_given_one() -> None:
+    command = [sys.executable, "-m", "examples.engine", "--port", str(65_536 + find_free_port())]
+    ended = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_DEADLINE_S
+    )
+    assert ended.returncode == 2
+    assert f"expected a port from 1 to 65535, not {command[-1]}" in ended.stderr
+
+
 def test_an_engine_says_that_its_address_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
