@@ -171,6 +171,9 @@ def completion(shell: str) -> str:
                 action.complete = what  # type: ignore[attr-defined]
             elif choices := choices_of(action):
                 action.choices = choices
+            if shell == "zsh" and action.metavar is not None:
+                # What follows a bare colon would be run as the command that completes the value.
+                action.metavar = str(action.metavar).replace(":", "\\:")
     return str(shtab.complete(parser, shell))
 
 

@@ -172,6 +172,26 @@ def test_bash_completes(folder: Path, line: str, some: set[str], never: str) -> 
     assert never not in offered
 
 
+def test_zsh_completes_values_without_an_error(folder: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("no zsh")
+    script = r"""
+        zmodload zsh/zpty
+        zpty shell zsh -f -i
+        zpty -w shell "fpath=($1 \$fpath); autoload -U compinit; compinit -u -D"
+        zpty -w shell 'kvd() { print "END of $#" }'
+        zpty -w -n shell $'kvd serve --indexer-bind \tx\n'
+        zpty -r shell shown '*END of 3*'
+        print -r -- $shown
+        zpty -w -n shell $'kvd serve --log-level deb\t\n'
+        zpty -r shell shown '*END of 3*'
+        print -r -- $shown
+    """
+    shown = run("zsh", "-f", "-c", script, "zsh", folder)
+    assert "not found" not in shown
+    assert "debug" in shown
+
+
 @pytest.mark.parametrize("name", ["kvd.1", "kvd.toml.5"])
 def test_pages_are_well_formed(folder: Path, name: str) -> None:
     checker = shutil.which("groff")
