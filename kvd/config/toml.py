@@ -6,9 +6,9 @@ import re
 import tomllib
 from typing import Any
 
-# The line that a message of tomllib names, else it says "at end of document"; the key that is set
-# there; and the beginning of a value without quotes that was meant as a text.
-_LINE_NUMBER = re.compile(r"\(at line (\d+), ")
+# The place that a message of tomllib names, else it says "at end of document"; the key that is set
+# in that line; and the beginning of a value without quotes that was meant as a text.
+_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
 _BARE_WORD = re.compile(r"\s*(?!(?:true|false|inf|nan)\b)[A-Za-z/]")
 
@@ -29,10 +29,11 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _explained(message: str, text: str) -> str:
-    """Returns a message of tomllib with the key that is set in the line, but not its value."""
-    named = _LINE_NUMBER.search(message)
+    """Returns a message of tomllib with the key whose value it is about, but not the value."""
+    named = _PLACE.search(message)
     line = text.split("\n")[int(named[1]) - 1 if named else -1]
-    if (key := _KEY.match(line)) is None:
+    key = _KEY.match(line)
+    if key is None or (named and int(named[2]) <= key.end()):  # in an array that was not closed
         return message
     hint = "; a text needs quotes" if _BARE_WORD.match(line, key.end()) else ""
     return f"{key[1]}: {message}{hint}"

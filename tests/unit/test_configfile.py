@@ -152,6 +152,8 @@ def test_every_misspelling_is_refused(
         ("http_idle_s = 1 2", r"http_idle_s: Expected [^;]*\(at line 1, column 17\)$"),
         ("access_log = false 2", r"access_log: Expected [^;]*$"),
         ("log_level", r"Expected '='"),
+        ("peers = ['x'\nhttp_idle_s = 1", r"Unclosed array \(at line 2, column 1\)$"),
+        ("peers = ['x',\nlog_level = info", r"Invalid value \(at line 2, column 1\)$"),
         ("workers = " + "[" * 20_000, r"arrays or tables are nested too deeply$"),
         ("# " + "x" * configfile.MAX_BYTES, r"the file is longer than"),
     ],
