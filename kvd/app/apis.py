@@ -115,7 +115,7 @@ class Gateway:
             self.tokens,
             self.chains,
             config.gateway_remote_prefill_tokens,
-            f"gateway-{uuid4().hex[:12]}" if identity is None else identity.prefix,
+            f"gateway-{uuid4().hex[:12]}-" if identity is None else identity.prefix,
             decision_headers=config.gateway_decision_headers,
         )
 
@@ -169,9 +169,8 @@ def _choices(
 ) -> Choices:
     if config.gateway_kvd is None:
         return LocalChoices(selections, registry)
-    former_prefix = None if identity is None else identity.former_prefix
     asked = exchanges, dialer, config.gateway_kvd_s, config.gateway_kvd_token
-    return RemoteChoices(config.gateway_kvd, *asked, former_prefix)
+    return RemoteChoices(config.gateway_kvd, *asked, identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,12 +185,13 @@ class SelectionService(EveryFace[How], WithReplicas[How]):
         return Call(segment=reservation_id)
 
     @asked("DELETE /reservations", repeatable=True)
-    def free_by_prefix(self, prefix: str) -> Call[Freed]:
+    def free_by_prefix(self, prefix: str, spared: str | None = None) -> Call[Freed]:
         """Ends all reservations whose ids begin with `prefix`, as those of a caller that is gone.
 
-        Repeated, it counts only what the last attempt has ended.
+        Those whose ids begin with `spared` stay. Repeated, it counts only what the last attempt has
+        ended.
         """
-        return Call(query={"prefix": prefix})
+        return Call(query={"prefix": prefix, "spared": spared})
 
     @asked("GET /regret", repeatable=True)
     def regret(self) -> Call[Regret]:

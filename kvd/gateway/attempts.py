@@ -217,7 +217,7 @@ class EngineChooser:
             attempt.served.adapter,
             facts.block_size,
             partial(self._match, attempt, engines),
-            f"{self._prefix}-{next(self._counter)}",
+            f"{self._prefix}{next(self._counter)}",
             allowed,
             attempt.session,
             _priority_jump(asked, facts.kind),

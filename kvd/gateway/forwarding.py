@@ -120,7 +120,7 @@ class Forwarder:
 
     async def _serve_any(self, api: Api, request: RelayedRequest, serve: Serve) -> bool:
         self._stats.running += 1
-        request_id = request_id_of(request.headers, f"{self._prefix}-{next(self._counter)}")
+        request_id = request_id_of(request.headers, f"{self._prefix}{next(self._counter)}")
         try:
             return await serve(api, request, request_id)
         except GatewayError as error:

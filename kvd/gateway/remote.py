@@ -20,6 +20,7 @@ from kvd.errors import Unavailable
 from kvd.gateway.choices import Placement, Question, read_placement
 from kvd.gateway.exchanges import Exchanges
 from kvd.gateway.remote_kvd import Failed, RemoteKvd, dumps, refusal
+from kvd.gateway.siblings import ProcessIdentity
 from kvd.http.untasked import in_task
 from kvd.net.dialing import Dialer
 from kvd.selection.phases import PREFILL_SUFFIX, Phase, serves
@@ -62,20 +63,20 @@ class RemoteChoices:
         dialer: Dialer,
         deadline_s: float = DEFAULT_DEADLINE_S,
         token: bytes = b"",
-        former_prefix: str | None = None,
+        identity: ProcessIdentity | None = None,
     ) -> None:
         """If a kvd does not answer within `deadline_s`, the next one is asked.
 
-        Reservations whose ids begin with `former_prefix` are ended: they are of a process that this
-        one replaces, which may have been killed.
+        Reservations of former processes with this `identity` are ended: they may have been killed,
+        and some before they could do the same.
         """
         self._records: dict[int, WorkerRecord] = {}
         self._kvds = [
             RemoteKvd(url, self._records, exchanges, dialer, deadline_s, token) for url in urls
         ]
-        if former_prefix is not None:
+        if identity is not None and identity.restarts:
             for kvd in self._kvds:
-                kvd.free_by_prefix(former_prefix)
+                kvd.free_by_prefix(identity.place_prefix, identity.prefix)
         self._deadline_s = deadline_s
         self._of_model: dict[str, frozenset[int]] = {}
         self._pools: dict[int, Pool] = {}  # by block size; without ranks, only to hash prompts

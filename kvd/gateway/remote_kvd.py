@@ -222,9 +222,9 @@ class RemoteKvd:
         """Queues a step of a booking."""
         self._put(method, f"/reservations/{booked_as}{step}", body)
 
-    def free_by_prefix(self, prefix: str) -> None:
-        """Queues the end of all bookings whose ids there begin with a text, as `put` does."""
-        self._put("DELETE", f"/reservations?prefix={prefix}", b"")
+    def free_by_prefix(self, prefix: str, spared: str) -> None:
+        """Queues the end of all bookings whose ids begin with `prefix`, but not with `spared`."""
+        self._put("DELETE", f"/reservations?prefix={prefix}&spared={spared}", b"")
 
     def _put(self, method: str, path: str, body: bytes) -> None:
         head = own_head(method, path, self._authority, len(body), self._token)

@@ -38,15 +38,12 @@ class ProcessIdentity:
     @property
     def prefix(self) -> str:
         """Returns the beginning of ids that no other process makes."""
-        return self._prefix_of(self.restarts)
+        return f"{self.place_prefix}{self.restarts}-"
 
     @property
-    def former_prefix(self) -> str | None:
-        """Returns that of the process whose place this one has taken; None for the first."""
-        return self._prefix_of(self.restarts - 1) if self.restarts else None
-
-    def _prefix_of(self, restarts: int) -> str:
-        return f"{self.name}.{restarts}-{self.gateway_id}"
+    def place_prefix(self) -> str:
+        """Returns what those of all processes with this name begin with: it was started again."""
+        return f"{self.name}-{self.gateway_id}."
 
     def families(self) -> Iterator[Family]:
         """Yields the metrics of the process itself."""

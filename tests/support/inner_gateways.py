@@ -74,7 +74,7 @@ async def inner_gateway(
     behind = exchanges, choices, dialer or Dialer(), b"", tls or UpstreamTls()
     upstreams = Upstreams("1234", wanted, *behind, proves=False)
     chains = Chains(stats, trio.current_time)
-    forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0, "gateway")
+    forwarder = Forwarder(upstreams, choices, exchanges, stats, tokens, chains, 0, "gateway-")
     parts: Sequence[Any] = exchanges, upstreams, tokens
     async with trio.open_nursery() as nursery:
         for part in parts:

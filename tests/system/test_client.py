@@ -583,8 +583,9 @@ async def test_reservations_end_by_the_beginning_of_their_ids(
             return await either.ask(lambda kvd: make(kvd.selection))
 
         prompt: dict[str, Any] = {"model_name": "m", "token_ids": TOKENS}
-        for name in ("a.1", "a.2", "b.a.1"):
+        for name in ("a.1", "a.2", "a.21", "b.a.1"):
             await ask(lambda face, name=name: face.book(1, reservation_id=name, **prompt))
+        assert (await ask(lambda face: face.free_by_prefix("a.", "a.2"))).freed == 1
         assert (await ask(lambda face: face.free_by_prefix("a."))).freed == 2
         assert (await ask(lambda face: face.free_by_prefix("a."))).freed == 0
         with pytest.raises(Refused, match="prefix: expected the beginning of reservation ids"):

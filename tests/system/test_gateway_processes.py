@@ -191,8 +191,13 @@ async def test_what_killed_processes_had_booked_ends_with_their_successors(
             for _ in range(count):
                 nursery.start_soon(ask_in_vain)
             await gateways.until_metric(live, count)
-            for name in ("gateway-0", "gateway-1"):
+            names = "gateway-0", "gateway-1"
+            for name in names:
                 os.kill(gateways.pid(name), signal.SIGKILL)
+            # Their successors end before they can do anything.
+            await until(lambda: {(name, "1") for name in names} <= gateways.started())
+            for name in names:
+                os.kill(gateways.pid(name, 1), signal.SIGKILL)
             await gateways.until_metric(live, 0)
 
 

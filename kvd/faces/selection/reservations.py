@@ -111,14 +111,16 @@ def show_reservation(request: Request, *, selections: Selections) -> Response:
 
 
 async def free_by_prefix(request: Request, *, selections: Selections) -> Response:
-    """Ends all bookings whose ids begin with a text."""
-    prefix = bodies.parameters(request, "prefix").get("prefix")
+    """Ends all bookings whose ids begin with a text, but not with another."""
+    given = bodies.parameters(request, "prefix", "spared")
+    prefix, spared = given.get("prefix"), given.get("spared")
     if not prefix:
         raise BadRequest("prefix: expected the beginning of reservation ids")
     live, freed = selections.reservations, 0
     for count, each in enumerate(list(live.owner_of), 1):
+        is_meant = each.startswith(prefix) and not (spared and each.startswith(spared))
         # It may have ended meanwhile, or with its other phase.
-        if each.startswith(prefix) and each in live.owner_of:
+        if is_meant and each in live.owner_of:
             live.free(each)
             freed += 1
         if count % SLICE == 0:

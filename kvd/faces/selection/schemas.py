@@ -533,10 +533,10 @@ DESCRIPTION = Description(
         ),
         "DELETE /reservations/{reservation_id}": Operation("Ends a booking", {200: OK}, (404,)),
         "DELETE /reservations": Operation(
-            "Ends all bookings whose ids begin with a text",
+            "Ends all bookings whose ids begin with a text, but not with another",
             {200: in_json(row({"freed": COUNT}))},
             (400,),
-            parameters=(in_query("prefix", required=True),),
+            parameters=(in_query("prefix", required=True), in_query("spared")),
         ),
         "GET /loads": Operation(
             "Returns the load of each rank and the queued selections",
