@@ -287,7 +287,7 @@ class Forwarder:
             attempt.refused = answer
             attempt.tried |= {upstream.worker_id}
             return True
-        if is_empty(answer):
+        if attempt.body and is_empty(answer):  # of a stored response there may be no more events
             self._note_not_begun(attempt, upstream, ExchangeOutcome.BROKEN)
             attempt.tried |= {upstream.worker_id}
             return True

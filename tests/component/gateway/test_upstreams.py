@@ -46,6 +46,7 @@ class Answering:
         self.answers = dict(VLLM)
         self.failing: set[str] = set()  # paths answered with 503
         self.silent: set[str] = set()  # paths that are not answered
+        self.streams: set[str] = set()  # paths answered by a stream of events
 
     async def serve(self, stream: trio.SocketStream) -> None:
         # A question that is given up resets its connection, perhaps before the answer is sent.
@@ -68,8 +69,9 @@ class Answering:
                 status = 503 if path in self.failing else 200 if path in self.answers else 404
                 body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 body = body if status == 200 else b""
-                line = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
-                await stream.send_all(line + body)
+                kind = b"text/event-stream" if path in self.streams else b"application/json"
+                lines = b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+                await stream.send_all(lines % (status, kind, len(body)) + body)
 
 
 @asynccontextmanager
@@ -109,6 +111,18 @@ async def test_each_address_of_a_name_is_tried() -> None:
         named = url.replace("127.0.0.1", "engine.test")
         async with inner_gateway(Wanted(named)) as inner:
             await inner.until_serving(named)
+
+
+async def test_a_stored_response_may_have_no_further_events() -> None:
+    async with answering() as (engine, url), inner_gateway(Wanted(url)) as inner:
+        await inner.until_serving(url)
+        path = f"{RESPONSES}/r?stream=true&starting_after=9"
+        engine.answers[path] = ""
+        engine.streams.add(path)
+        async with inner.running.client() as client:
+            reply = await client.request("GET", path)
+            assert (reply.status, reply.body) == (200, b"")
+        assert inner.serving() == {url}
 
 
 async def test_an_engine_with_two_urls_counts_once() -> None:
