@@ -121,6 +121,7 @@ class WakingTransport(httpx.HTTPTransport):
         super().__init__(**options)
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._changing = Lock()
+        self._is_closed = False
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.extensions["trace"] = self._note
@@ -128,15 +129,24 @@ class WakingTransport(httpx.HTTPTransport):
 
     def close(self) -> None:
         with self._changing:
+            self._is_closed = True
             for each in self._sockets:
-                with suppress(OSError):  # the daemon has ended this connection
-                    each.shutdown(socket.SHUT_RDWR)
+                _shut_down(each)
         super().close()
 
     def _note(self, step: str, details: Mapping[str, Any]) -> None:
         if step in CONNECTED:
+            made = details["return_value"].get_extra_info("socket")
             with self._changing:
-                self._sockets.add(details["return_value"].get_extra_info("socket"))
+                self._sockets.add(made)
+                if self._is_closed:
+                    _shut_down(made)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):  # the daemon has ended this connection
+        # The method of an SSLSocket would first end TLS: another thread might send its token plain.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def limits(connections: int) -> httpx.Limits:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import socket
+import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from itertools import count
@@ -473,6 +476,56 @@ async def test_closing_a_client_ends_calls_that_wait(making: Make, open_kvd: Fac
 
             nursery.start_soon(wait)
             await proxy.held.wait()
+
+
+async def test_closing_a_client_ends_a_call_that_still_connects(
+    open_kvd: Faces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks_up, closed = trio.Event(), threading.Event()
+    token, look_up = trio.lowlevel.current_trio_token(), socket.getaddrinfo
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        token.run_sync_soon(looks_up.set)
+        closed.wait()
+        return look_up(*arguments, **options)
+
+    async with dropping(port_of(open_kvd, "selection")) as proxy, until_all_ended() as nursery:
+        proxy.hold(b"GET /regret")
+        client = Client(selection=proxy.url, timeout_s=TEST_SECONDS)
+
+        def ask() -> None:
+            with pytest.raises(Unreachable):
+                client.selection.regret()
+
+        monkeypatch.setattr(socket, "getaddrinfo", slow)
+        nursery.start_soon(trio.to_thread.run_sync, ask)
+        await looks_up.wait()
+        client.close()
+        closed.set()
+
+
+async def test_closing_a_client_leaves_its_connections_encrypted(
+    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may be about to send a token."""
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).write_bytes((certificate / name).read_bytes())
+    shut_down, encryption = socket.socket.shutdown, []
+
+    def observed(self: socket.socket, how: int) -> None:
+        encryption.append(self.version() if isinstance(self, ssl.SSLSocket) else None)
+        shut_down(self, how)
+
+    with serving_faces(tmp_path, tmp_path) as faces:
+
+        def ask_and_close() -> None:
+            where = addresses(faces, "tls")
+            with Client(**where, ca_file=certificate / "cert.pem") as client:
+                client.indexer.health()
+                monkeypatch.setattr(socket.socket, "shutdown", observed)
+
+        await trio.to_thread.run_sync(ask_and_close)
+    assert encryption == ["TLSv1.3"]
 
 
 @asynccontextmanager
