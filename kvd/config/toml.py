@@ -8,7 +8,7 @@ from typing import Any
 
 # The place that a message of tomllib names, else it says "at end of document"; the key that is set
 # in that line; and the beginning of a value without quotes that was meant as a text.
-_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
+_POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
 _BARE_WORD = re.compile(r"\s*(?!(?:true|false|inf|nan)\b)[A-Za-z/]")
 
@@ -30,7 +30,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 def _explained(message: str, text: str) -> str:
     """Returns a message of tomllib with the key whose value it is about, but not the value."""
-    named = _PLACE.search(message)
+    named = _POSITION.search(message)
     line = text.split("\n")[int(named[1]) - 1 if named else -1]
     key = _KEY.match(line)
     if key is None or (named and int(named[2]) <= key.end()):  # in an array that was not closed

@@ -76,7 +76,7 @@ class RemoteChoices:
         ]
         if identity is not None and identity.restarts:
             for kvd in self._kvds:
-                kvd.free_by_prefix(identity.place_prefix, identity.prefix)
+                kvd.free_by_prefix(identity.name_prefix, identity.prefix)
         self._deadline_s = deadline_s
         self._of_model: dict[str, frozenset[int]] = {}
         self._pools: dict[int, Pool] = {}  # by block size; without ranks, only to hash prompts

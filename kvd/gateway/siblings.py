@@ -38,11 +38,11 @@ class ProcessIdentity:
     @property
     def prefix(self) -> str:
         """Returns the beginning of ids that no other process makes."""
-        return f"{self.place_prefix}{self.restarts}-"
+        return f"{self.name_prefix}{self.restarts}-"
 
     @property
-    def place_prefix(self) -> str:
-        """Returns what those of all processes with this name begin with: it was started again."""
+    def name_prefix(self) -> str:
+        """Returns what the ids of all processes of this name begin with: it may be a later one."""
         return f"{self.name}-{self.gateway_id}."
 
     def families(self) -> Iterator[Family]:
