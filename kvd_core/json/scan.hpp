@@ -165,10 +165,7 @@ class BodyScan {
   // Returns NUL at the end, which JSON's grammar allows nowhere.
   uint8_t at(Bytes p) const { return p != end_ ? *p : 0; }
   Bytes white(Bytes p) const {
-    const Bytes from = p;
-    while (p != end_ && is_white(*p)) {
-      if (++p - from == 64) p = white_blocks(p, end_);
-    }
+    if (p != end_ && is_white(*p) && ++p != end_ && is_white(*p)) return white_run(p + 1, end_);
     return p;
   }
 
@@ -225,7 +222,9 @@ inline bool BodyScan::advance(size_t bytes) {
   return !paused_;
 }
 
-inline BodyScan::Bytes BodyScan::go_on() {
+// Not inlined, as `pause` and the refusals: they would crowd the loops over a body, whose state then
+// does not fit the registers.
+[[gnu::noinline]] inline BodyScan::Bytes BodyScan::go_on() {
   const auto text = [this] { return string_rest(at_, inside_); };  // the closing quote
   switch (inside_) {
     case Inside::BODY:
@@ -256,7 +255,7 @@ inline BodyScan::Bytes BodyScan::go_on() {
 }
 
 // Ends a step at p.
-inline BodyScan::Bytes BodyScan::pause(Bytes p, Inside where) {
+[[gnu::noinline]] inline BodyScan::Bytes BodyScan::pause(Bytes p, Inside where) {
   at_ = p;
   inside_ = where;
   paused_ = true;
@@ -556,7 +555,7 @@ inline BodyScan::Bytes BodyScan::string_rest(Bytes p, Inside where) {
 
 // -- refusals -----------------------------------------------------------------------------------
 
-inline BodyScan::Bytes BodyScan::malformed(Bytes p, const char* why) {
+[[gnu::noinline]] inline BodyScan::Bytes BodyScan::malformed(Bytes p, const char* why) {
   result_ = ScanResult::malformed;
   message_ = why;
   message_ += p < end_ ? " at byte " + std::to_string(p - begin_) : " at the end of the body";
@@ -570,7 +569,8 @@ inline BodyScan::Bytes BodyScan::wrong(const std::string& what) {
 }
 
 // Refuses the value at p: as malformed if it is no value at all, else as of the wrong kind.
-inline BodyScan::Bytes BodyScan::unexpected(Bytes p, const std::string& expected) {
+[[gnu::noinline]] inline BodyScan::Bytes BodyScan::unexpected(Bytes p,
+                                                              const std::string& expected) {
   if (at(p) == '{') return wrong(expected + ", found an object");
   if (at(p) == '[') return wrong(expected + ", found an array");
   ValueKind kind = ValueKind::absent;
