@@ -332,7 +332,11 @@ def test_the_same_tokens_for_another_tenant(patient: Patient) -> None:
     [
         ({}, 400, "block_hashes is required, or token_ids"),
         ({"token_ids": [1, 2], "request_id": "x"}, 400, "request_id: a request or a prompt"),
-        ({"request_id": "never"}, 404, "reservation never not found"),
+        (
+            {"request_id": "never"},
+            404,
+            "no live request never: one that has ended is explained by its prompt",
+        ),
         ({"request_id": 5}, 422, "request_id: expected a text"),
         ({"token_ids": "text"}, 422, "token_ids"),
         ({"token_ids": [1], "model_name": "unheard"}, 404, "no indexer for model=unheard"),
@@ -449,4 +453,4 @@ async def test_a_gateway_says_what_is_wrong(
         off = [f"--{face}-bind=off" for face in FACES]
         bind = f"--gateway-bind={client.http.base_url.netloc.decode()}"
         assert main(["explain", "--request=r-1", *off, bind]) == 1
-        assert capsys.readouterr().err == "kvd: reservation r-1 not found\n"
+        assert capsys.readouterr().err.startswith("kvd: no live request r-1: ")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from struct import Struct
 
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, NotFound
 from kvd.faces.common import bodies
 from kvd.faces.explain.schemas import CHOICE_MEMBERS
 from kvd.faces.selection import choosing
@@ -120,7 +120,12 @@ def of_request(request_id: str, state: State, selections: Selections) -> Explain
     A booking has only the sequence hashes of its blocks. Their content is known as far as the index
     has the prompt.
     """
-    key, live = selections.reservations.find(request_id)
+    try:
+        key, live = selections.reservations.find(request_id)
+    except NotFound:
+        raise NotFound(
+            f"no live request {request_id}: one that has ended is explained by its prompt"
+        ) from None
     candidates = selections.candidates[key]
     sequence = candidates.ledger.hashes(request_id)
     if not sequence:
